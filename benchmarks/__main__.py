@@ -21,7 +21,12 @@ from benchmarks.runner import circumstances, run_cases
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 when a case failed or a ratio fell, 2 when the command line makes no sense."""
     options = _parser().parse_args(arguments)
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "run": _run, "report": _report, "compare": _compare}
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": _list,
+        "run": _run,
+        "report": _report,
+        "compare": _compare,
+    }
     try:
         return commands[options.command](options)
     except results_file.ResultsError as error:
@@ -30,26 +35,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What megarl costs, as ratios measured in one run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="What megarl costs, as ratios measured in one run."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name every case")
     run = commands.add_parser("run", help="run cases and print their ratios")
     run.add_argument("cases", nargs="*", metavar="CASE", help="all of them by default")
-    run.add_argument("--quick", action="store_true", help="small sizes and few repeats: to see that it works, not to quote")
-    run.add_argument("--out", type=Path, metavar="DIR", help="write the results there as well, a file a case; FILE.json takes all")
-    adds = "join this run to those in --out, as a baseline of several runs: all of one commit, machine and choice of options. "
+    run.add_argument(
+        "--quick", action="store_true", help="small sizes and few repeats: to see that it works, not to quote"
+    )
+    run.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the results there as well, a file a case; FILE.json takes all",
+    )
+    adds = (
+        "join this run to those in --out, as a baseline of several runs: all of one commit, machine and "
+        "choice of options. "
+    )
     adds += "Where --out is absent or an empty directory, this run is the first"
     run.add_argument("--add", action="store_true", help=adds)
     run.add_argument(
-        "--check", type=Path, metavar="BASELINE", help="exit with 1 when a ratio fell against these results, three times in turn"
+        "--check",
+        type=Path,
+        metavar="BASELINE",
+        help="exit with 1 when a ratio fell against these results, three times in turn",
     )
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
-    run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")
+    run.add_argument(
+        "--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory"
+    )
+    run.add_argument(
+        "--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure"
+    )
     run.add_argument("--tokens", type=_checked(numbers_of), metavar="N,N", help="lengths of sequences")
     run.add_argument("--rows", type=_checked(numbers_of), metavar="N,N", help="rows of data")
     report = commands.add_parser("report", help="one page of tables and plots")
-    report.add_argument("results", type=Path, metavar="DIR", help="what 'run --out' wrote; the page goes beside it")
+    report.add_argument(
+        "results", type=Path, metavar="DIR", help="what 'run --out' wrote; the page goes beside it"
+    )
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
     both = commands.add_parser("compare", help="set two results side by side")
     both.add_argument("before", type=Path, metavar="A")
@@ -85,7 +111,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 2
     baseline = results_file.read(arguments.check) if arguments.check else None
     if arguments.add:
-        print(f"--add: {len(earlier)} earlier results in {arguments.out}" + ("" if earlier else ", so this run is its first"))
+        print(
+            f"--add: {len(earlier)} earlier results in {arguments.out}"
+            + ("" if earlier else ", so this run is its first")
+        )
     results, written, good = [], [], True
     for result in run_cases(names, arguments.quick, options):
         results.append(result)
@@ -99,36 +128,54 @@ def _run(arguments: argparse.Namespace) -> int:
             results_file.write(written, arguments.out, earlier)
         good = good and result["success"] and not apart
     if baseline is not None:
-        held, text = check(baseline, results, narrowed=bool(options.chosen), again=lambda bad: _again(bad, arguments.quick, options))
+        held, text = check(
+            baseline,
+            results,
+            narrowed=bool(options.chosen),
+            again=lambda bad: _again(bad, arguments.quick, options),
+        )
         print(text)
         good = good and held
     return 0 if good else 1
 
 
-def _fault_of_adding(arguments: argparse.Namespace, earlier: Sequence[dict[str, Any]], names: Sequence[str], options: Options) -> str:
+def _fault_of_adding(
+    arguments: argparse.Namespace, earlier: Sequence[dict[str, Any]], names: Sequence[str], options: Options
+) -> str:
     """Return why ``--add`` cannot be followed; empty when it can, or is not there."""
     if arguments.add and arguments.out is None:
-        return "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its first run makes it"
+        return (
+            "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its "
+            "first run makes it"
+        )
     # describing this run asks git and reads versions: only where it is compared
     reasons = refusal(earlier, circumstances(arguments.quick, options), names) if earlier else ""
     if not reasons:
         return ""
     return (
         f"--add: this run cannot join those in {arguments.out}:\n{reasons}\n"
-        "Fix: measure the same commit, without changes, with the same options, versions and machine; or begin another baseline.\n"
+        "Fix: measure the same commit, without changes, with the same options, versions and machine; or "
+        "begin another baseline.\n"
         "Results that lie in the work tree change it, except below runs/ and benchmarks/results/"
     )
 
 
 def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str, Any]]:
-    print(f"ratios of {', '.join(names)} were bad: measured once more, because a disturbance passes and a change stays")
+    print(
+        f"ratios of {', '.join(names)} were bad: measured once more, because a disturbance passes and a "
+        "change stays"
+    )
     return list(run_cases(names, quick, options))
 
 
 def _cases_that_take(options: Options) -> list[str]:
     """Return all cases that need no choice, or where something is chosen, those that follow it."""
     chosen = set(options.chosen)
-    return [name for name, case in CASES.items() if not case.by_name and set(case.needs) <= chosen <= set(case.takes)]
+    return [
+        name
+        for name, case in CASES.items()
+        if not case.by_name and set(case.needs) <= chosen <= set(case.takes)
+    ]
 
 
 def _fault(names: Sequence[str], options: Options) -> str:
@@ -143,7 +190,10 @@ def _fault(names: Sequence[str], options: Options) -> str:
         deaf = [name for name in names if option not in CASES[name].takes]
         if deaf or not names:
             able = [name for name, case in CASES.items() if option in case.takes]
-            return f"--{option}: {', '.join(deaf) or 'no case'} cannot follow it. Fix: leave it out, or choose from {', '.join(able)}"
+            return (
+                f"--{option}: {', '.join(deaf) or 'no case'} cannot follow it. Fix: leave it out, or "
+                f"choose from {', '.join(able)}"
+            )
     return ""
 
 

@@ -31,12 +31,17 @@ class BareLoop:
 
     def __init__(self, model: Path, micro_batch: int, device: str = "cpu") -> None:
         self.device = device
-        self.model: Any = self.divided(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train().to(device))
+        self.model: Any = self.divided(
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train().to(device)
+        )
         self.micro_batch = micro_batch
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": tiny.WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+            [
+                {"params": matrices, "weight_decay": tiny.WEIGHT_DECAY},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
             lr=tiny.LEARNING_RATE,
             betas=tiny.BETAS,
             eps=tiny.EPSILON,
@@ -56,7 +61,13 @@ class BareLoop:
         # rows are padded on the right, so the causal mask alone hides the padding
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
         valid = (targets != -100).sum()
-        parts = list(zip(self.own(batch["input_ids"]).split(self.micro_batch), self.own(targets).split(self.micro_batch), strict=True))
+        parts = list(
+            zip(
+                self.own(batch["input_ids"]).split(self.micro_batch),
+                self.own(targets).split(self.micro_batch),
+                strict=True,
+            )
+        )
         total = 0.0
         for place, (ids, expected) in enumerate(parts):
             self.before_pass(place + 1 == len(parts))

@@ -56,8 +56,15 @@ def differences(earlier: Result, later: Result) -> list[str]:
 
 def _facts(result: Result) -> dict[str, str]:
     chosen = {f"--{name}": value for name, value in result.get("options", {}).items()}
-    environment = {name: value for name, value in result.get("environment", {}).items() if name not in MOMENTARY}
-    facts = {"commit": result.get("commit", "unknown"), "--quick": bool(result.get("quick")), **chosen, **environment}
+    environment = {
+        name: value for name, value in result.get("environment", {}).items() if name not in MOMENTARY
+    }
+    facts = {
+        "commit": result.get("commit", "unknown"),
+        "--quick": bool(result.get("quick")),
+        **chosen,
+        **environment,
+    }
     return {name: str(value) for name, value in facts.items()}
 
 
@@ -70,6 +77,12 @@ def _faults(runs: Sequence[Result]) -> list[str]:
     if len(runs) == 1:
         return []
     numbered = list(enumerate(runs, 1))
-    disturbed = [f"run {number} of {len(runs)}: {why}" for number, run in numbered for why in disturbances_of(run)]
-    different = [f"run {number} differs from run 1: {why}" for number, run in numbered for why in differences(runs[0], run)]
+    disturbed = [
+        f"run {number} of {len(runs)}: {why}" for number, run in numbered for why in disturbances_of(run)
+    ]
+    different = [
+        f"run {number} differs from run 1: {why}"
+        for number, run in numbered
+        for why in differences(runs[0], run)
+    ]
     return [*disturbed, *different]

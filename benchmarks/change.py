@@ -115,7 +115,9 @@ def joined(runs: Sequence[Summary]) -> Summary:
     }
 
 
-def judged(case: str, point: str, metric: str, before: Summary, after: Summary | None, usual: float = 0.0) -> Change:
+def judged(
+    case: str, point: str, metric: str, before: Summary, after: Summary | None, usual: float = 0.0
+) -> Change:
     """Return the verdict on one ratio.
 
     Args:

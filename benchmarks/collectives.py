@@ -70,7 +70,11 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Note a collective, then let it run."""
         name = function._schema.name
-        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(_SILENT) and (ranks := _ranks(function, arguments)) > 1:
+        if (
+            name.startswith(("c10d::", "_c10d_functional::"))
+            and not name.endswith(_SILENT)
+            and (ranks := _ranks(function, arguments)) > 1
+        ):
             given = arguments[1 if name.startswith("c10d::") and name.endswith(_GIVEN_SECOND) else 0]
             for tensor in given if isinstance(given, list | tuple) else [given]:
                 self.found.append(Collective(_KINDS.get(name, name), tensor.numel(), tensor.dtype, ranks))
@@ -109,7 +113,8 @@ def _call(collective: Collective) -> Callable[[], Any]:
     ranks, given = collective.ranks, torch.zeros(collective.elements, dtype=collective.dtype)
     if ranks != dist.get_world_size():
         raise ValueError(
-            f"{collective} is of a group of {ranks} ranks and there are {dist.get_world_size()}: sent to all it takes another time. "
+            f"{collective} is of a group of {ranks} ranks and there are {dist.get_world_size()}: sent to "
+            "all it takes another time. "
             "Fix: measure a layout with one axis, or send it in its group"
         )
     if collective.kind == "all_reduce":
@@ -122,4 +127,7 @@ def _call(collective: Collective) -> Callable[[], Any]:
         return lambda: dist.reduce_scatter_tensor(part, given)
     if collective.kind == "broadcast":
         return lambda: dist.broadcast(given, 0)
-    raise ValueError(f"a collective of an unknown kind was recorded: {collective}. Fix: name its operator in benchmarks/collectives.py")
+    raise ValueError(
+        f"a collective of an unknown kind was recorded: {collective}. Fix: name its operator in "
+        "benchmarks/collectives.py"
+    )

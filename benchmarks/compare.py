@@ -53,20 +53,29 @@ def check(
     bad = [change for change in gating if change.verdict in BAD]
     notes = _notes(baseline, measured)
     if left_out:
-        notes.append(f"{left_out} ratios of wall seconds did not count: other programs ran, and CPU seconds decide")
+        notes.append(
+            f"{left_out} ratios of wall seconds did not count: other programs ran, and CPU seconds decide"
+        )
     for _ in range(LOOKS if again is not None else 0):
         if bad:
             assert again is not None
-            bad, more = _still_bad(bad, usable, again(list(dict.fromkeys(change.case for change in bad))), narrowed)
+            bad, more = _still_bad(
+                bad, usable, again(list(dict.fromkeys(change.case for change in bad))), narrowed
+            )
             notes += more
     not_judged = f"; not judged: {', '.join(unusable)}, whose baseline cannot be used" if unusable else ""
     if bad:
-        lines = [f"check: {len(bad)} of {len(gating)} ratios fell{not_judged}", table(HEAD, [_row(change) for change in bad])]
+        lines = [
+            f"check: {len(bad)} of {len(gating)} ratios fell{not_judged}",
+            table(HEAD, [_row(change) for change in bad]),
+        ]
         return False, "\n".join([*lines, *notes])
     if unusable:
         return False, "\n".join([f"check: none of {len(gating)} ratios fell{not_judged}", *notes])
     if not gating:
-        return False, "\n".join(["check: 0 ratios to compare. Fix: a baseline of the same cases and sizes", *notes])
+        return False, "\n".join(
+            ["check: 0 ratios to compare. Fix: a baseline of the same cases and sizes", *notes]
+        )
     return True, "\n".join([f"check: none of {len(gating)} ratios fell", *notes])
 
 
@@ -86,11 +95,16 @@ def _still_bad(
     unjudged = sum(_key(change) not in judged for change in still)
     if unjudged:
         reasons = "the case failed, has no such ratio any more, or ran beside other programs"
-        notes.append(f"{unjudged} of them were not judged when their cases were measured again ({reasons}), and stay bad")
+        notes.append(
+            f"{unjudged} of them were not judged when their cases were measured again ({reasons}), and stay "
+            "bad"
+        )
     return still, notes
 
 
-def _gating(baseline: Sequence[Result], measured: Sequence[Result], narrowed: bool) -> tuple[list[Change], int]:
+def _gating(
+    baseline: Sequence[Result], measured: Sequence[Result], narrowed: bool
+) -> tuple[list[Change], int]:
     """Return the ratios that count, and how many do not because other programs ran."""
     found = [change for change in changes(baseline, measured) if not (narrowed and change.verdict == MISSING)]
     busy = {result["case"] for result in (*baseline, *measured) if is_loaded(result)}
@@ -104,14 +118,26 @@ def _key(change: Change) -> tuple[str, str, str]:
 
 def _has_twin(change: Change, found: Sequence[Change]) -> bool:
     """Return whether the same ratio exists in CPU seconds."""
-    return any(other.metric == f"{change.metric}_cpu" and other.case == change.case and other.point == change.point for other in found)
+    return any(
+        other.metric == f"{change.metric}_cpu" and other.case == change.case and other.point == change.point
+        for other in found
+    )
 
 
 def _row(change: Change) -> tuple[str, ...]:
     after = "-" if change.after is None else _with_spread(change.after)
     shift = "-" if change.after is None else share(change.shift)
     verdict = change.verdict.upper() if change.verdict in (FELL, MISSING) else change.verdict
-    return change.case, change.point, change.metric, _with_spread(change.before), after, shift, share(change.allowed), verdict
+    return (
+        change.case,
+        change.point,
+        change.metric,
+        _with_spread(change.before),
+        after,
+        shift,
+        share(change.allowed),
+        verdict,
+    )
 
 
 def _with_spread(summary: Mapping[str, Any]) -> str:
@@ -127,7 +153,11 @@ def _notes(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
         if (marks := marks_of(result))
     ]
     unusable = [
-        f"baseline cannot be used: {case}: {'; '.join(faults)}. Fix: measure the case into another --out, or take that run out of its file"
+        (
+            f"baseline cannot be used: {case}: {'; '.join(faults)}. Fix: measure the case into another "
+            "--out, "
+            "or take that run out of its file"
+        )
         for case, faults in unusable_cases(before).items()
         if case in {result["case"] for result in after}
     ]

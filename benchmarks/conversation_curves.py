@@ -37,10 +37,21 @@ def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; the figures lie where ``--out`` says."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversation_curves", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="both ways for each seed (default 1 2 3)")
-    parser.add_argument("--work", type=Path, default=Path("runs/conversations"), help="directory of the runs (default runs/conversations)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/conversations.json"), help="the figures")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.conversation_curves", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="both ways for each seed (default 1 2 3)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/conversations"),
+        help="directory of the runs (default runs/conversations)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/conversations.json"), help="the figures"
+    )
     chosen = parser.parse_args(arguments)
     from megarl.quickstart.__main__ import main as quickstart
     from megarl.run.start import start_ray
@@ -48,23 +59,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         start_ray(stack)
         around = {"commit": environment.commit(), "environment": environment.describe()}
-        missing = [seed for seed in chosen.seeds if not (chosen.work / "quickstart" / f"seed-{seed}" / "summary.json").exists()]
-        code = quickstart(["--out", str(chosen.work / "quickstart"), "--seeds", *map(str, missing)]) if missing else 0
+        missing = [
+            seed
+            for seed in chosen.seeds
+            if not (chosen.work / "quickstart" / f"seed-{seed}" / "summary.json").exists()
+        ]
+        code = (
+            quickstart(["--out", str(chosen.work / "quickstart"), "--seeds", *map(str, missing)])
+            if missing
+            else 0
+        )
         if code:
             return code
         ways: dict[str, dict[int, dict[str, Any]]] = {"quickstart": {}, **{way: {} for way in TEMPLATES}}
         for seed in chosen.seeds:
             plain = chosen.work / "quickstart" / f"seed-{seed}"
-            ways["quickstart"][seed] = _figures(plain / "grpo", json.loads((plain / "summary.json").read_text())["accuracy_transformers"])
+            ways["quickstart"][seed] = _figures(
+                plain / "grpo", json.loads((plain / "summary.json").read_text())["accuracy_transformers"]
+            )
             for way, template in TEMPLATES.items():
                 name = "joined" if template is None else "messages"
                 ways[way][seed] = _as_conversations(seed, plain, chosen.work / f"{name}-{seed}", template)
         weights = [
-            _weights(chosen.work / "quickstart" / f"seed-{seed}") == _weights(chosen.work / f"joined-{seed}") for seed in chosen.seeds
+            _weights(chosen.work / "quickstart" / f"seed-{seed}") == _weights(chosen.work / f"joined-{seed}")
+            for seed in chosen.seeds
         ]
-    after = {way: statistics.mean(each["accuracy"][-1] for each in of_way.values()) for way, of_way in ways.items()}
+    after = {
+        way: statistics.mean(each["accuracy"][-1] for each in of_way.values()) for way, of_way in ways.items()
+    }
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {**around, "mean_accuracy_after": after, "messages_end_with_the_weights_of_the_quickstart": weights, "runs": ways}
+    result = {
+        **around,
+        "mean_accuracy_after": after,
+        "messages_end_with_the_weights_of_the_quickstart": weights,
+        "runs": ways,
+    }
     chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     json.dump(after, sys.stdout, indent=1)
     sys.stdout.write("\n")
@@ -84,16 +113,31 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
     from megarl.run.run import run
 
     work.mkdir(parents=True, exist_ok=True)
-    sources = {name: _source(plain / "data" / f"{name}.jsonl", work) for name in ("demonstrations", "train", "validation")}
+    sources = {
+        name: _source(plain / "data" / f"{name}.jsonl", work)
+        for name in ("demonstrations", "train", "validation")
+    }
     common = [f"seed={seed}"]
     if template is not None:
-        common += [f"policy.tokenizer.chat_template={json.dumps(template)}", "policy.max_total_sequence_length=64"]
+        common += [
+            f"policy.tokenizer.chat_template={json.dumps(template)}",
+            "policy.max_total_sequence_length=64",
+        ]
         common.append("data.max_input_seq_length=56")
-    sft = [f"run_dir={work / 'sft'}", f"policy.model_name={plain / 'model'}", f"data.train={sources['demonstrations']}"]
+    sft = [
+        f"run_dir={work / 'sft'}",
+        f"policy.model_name={plain / 'model'}",
+        f"data.train={sources['demonstrations']}",
+    ]
     run(load_config(CONFIGS / "sft.yaml", [*common, *sft]))
     data = [f"data.{key}={sources[key]}" for key in ("train", "validation")]
     taught = exported(work / "sft")
-    grpo = [f"run_dir={work / 'grpo'}", f"policy.model_name={taught}", *data, f"env.reward={Path(__file__).resolve()}:right"]
+    grpo = [
+        f"run_dir={work / 'grpo'}",
+        f"policy.model_name={taught}",
+        *data,
+        f"env.reward={Path(__file__).resolve()}:right",
+    ]
     run(load_config(CONFIGS / "grpo.yaml", [*common, *grpo]))
     rendered = work / "rendered.jsonl"
     rows = [json.loads(line) for line in (plain / "data" / "validation.jsonl").read_text().splitlines()]
@@ -109,14 +153,20 @@ def _source(problems: Path, work: Path) -> str:
     path = work / problems.name
     with problems.open() as lines, path.open("w") as out:
         for row in map(json.loads, lines):
-            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+            turns = [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
             out.write(json.dumps({"messages": turns}) + "\n")
     return json.dumps([{"path": str(path), "messages_key": "messages"}])
 
 
 def _figures(run_dir: Path, by_transformers: float) -> dict[str, Any]:
     """Greedy accuracy of a run at every validation, and that of its export under plain transformers."""
-    return {"accuracy": [row[ACCURACY] for row in rows_of(run_dir) if row.get(ACCURACY) is not None], "transformers": by_transformers}
+    return {
+        "accuracy": [row[ACCURACY] for row in rows_of(run_dir) if row.get(ACCURACY) is not None],
+        "transformers": by_transformers,
+    }
 
 
 if __name__ == "__main__":

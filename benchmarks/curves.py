@@ -30,7 +30,12 @@ from benchmarks import environment
 
 ACCURACY = "validation/accuracy"
 LOSS, NORM, REWARD, ENTROPY = "train/loss", "train/grad_norm", "train/reward", "train/approx_entropy"
-MISMATCH = ("train/mismatch_mean", "train/mismatch_max", "train/mismatch_share_above_0.05", "train/token_mult_prob_error")
+MISMATCH = (
+    "train/mismatch_mean",
+    "train/mismatch_max",
+    "train/mismatch_share_above_0.05",
+    "train/token_mult_prob_error",
+)
 COMPARED = (REWARD, LOSS, NORM, ENTROPY, "train/generation_length", ACCURACY)
 SEVERAL_UPDATES = ("policy.train_global_batch_size=64", "policy.learning_rate=5.0e-4")
 """Four updates a step, so that the policy moves away from the one that has sampled, and clipped ratios mean
@@ -84,7 +89,10 @@ class Experiment:
 
 
 SAMPLED = {
-    "GRPO": Way(changes=(*SEVERAL_UPDATES, "grpo.normalize_rewards=true", "grpo.use_leave_one_out_baseline=false"), exports=True),
+    "GRPO": Way(
+        changes=(*SEVERAL_UPDATES, "grpo.normalize_rewards=true", "grpo.use_leave_one_out_baseline=false"),
+        exports=True,
+    ),
     "GSPO": Way(layers=("../base/gspo.yaml",), changes=SEVERAL_UPDATES),
     "CISPO": Way(layers=("../base/cispo.yaml",), changes=SEVERAL_UPDATES),
     "Dr.GRPO": Way(layers=("../base/dr-grpo.yaml",), changes=SEVERAL_UPDATES),
@@ -96,7 +104,11 @@ SAMPLED = {
 OTHERS = {
     "DPO": Way("dpo.yaml", measures=(ACCURACY, "validation/rewards_margin_mean"), exports=True, greedy=True),
     "reward model": Way("rm.yaml", measures=(ACCURACY, "validation/margin")),
-    "distillation": Way("distillation.yaml", measures=("train/sampled_reverse_kl", ACCURACY), models={"teacher.model_name": "GRPO"}),
+    "distillation": Way(
+        "distillation.yaml",
+        measures=("train/sampled_reverse_kl", ACCURACY),
+        models={"teacher.model_name": "GRPO"},
+    ),
 }
 PACKED = (
     "policy.megatron_cfg.tensor_model_parallel_size=1",
@@ -137,7 +149,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
                 "GRPO on answers that are k steps old",
                 {
                     "greedy validation accuracy": dict.fromkeys(ASYNCHRONY, ACCURACY),
-                    "effective sample share": {name: way.measures[2] for name, way in ASYNCHRONY.items() if len(way.measures) > 2},
+                    "effective sample share": {
+                        name: way.measures[2] for name, way in ASYNCHRONY.items() if len(way.measures) > 2
+                    },
                 },
             )
         },
@@ -145,20 +159,39 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "algorithms": Experiment(
         {**SAMPLED, **OTHERS},
         {
-            "": ("The quickstart's second part by its algorithms", {"greedy validation accuracy": dict.fromkeys(SAMPLED, ACCURACY)}),
-            "-others": ("By their own measures", {f"{name}:\n{way.measures[0]}": {name: way.measures[0]} for name, way in OTHERS.items()}),
+            "": (
+                "The quickstart's second part by its algorithms",
+                {"greedy validation accuracy": dict.fromkeys(SAMPLED, ACCURACY)},
+            ),
+            "-others": (
+                "By their own measures",
+                {f"{name}:\n{way.measures[0]}": {name: way.measures[0]} for name, way in OTHERS.items()},
+            ),
         },
-        layouts={"DTensor, tensor parallel 2": (("dtensor.yaml",), ()), "Megatron, data parallel 2, packed": ((), PACKED)},
+        layouts={
+            "DTensor, tensor parallel 2": (("dtensor.yaml",), ()),
+            "Megatron, data parallel 2, packed": ((), PACKED),
+        },
     ),
     "backends": Experiment(
         BACKENDS,
-        {"": ("GRPO on three backends", {measure: dict.fromkeys(BACKENDS, measure) for measure in (LOSS, NORM, REWARD)})},
+        {
+            "": (
+                "GRPO on three backends",
+                {measure: dict.fromkeys(BACKENDS, measure) for measure in (LOSS, NORM, REWARD)},
+            )
+        },
         steps=20,
         seeds=(1,),
     ),
     "generation": Experiment(
         ENGINES,
-        {"": ("GRPO with three engines", {measure: dict.fromkeys(ENGINES, measure) for measure in (ACCURACY, REWARD, MISMATCH[1])})},
+        {
+            "": (
+                "GRPO with three engines",
+                {measure: dict.fromkeys(ENGINES, measure) for measure in (ACCURACY, REWARD, MISMATCH[1])},
+            )
+        },
     ),
 }
 
@@ -167,28 +200,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; figures and pictures lie where ``--out`` says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="these ways alone, by the names in the figures")
-    parser.add_argument("--seeds", type=int, nargs="+", help="one run of each way for each seed (default 1 2 3; backends: 1)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WAY", help="these ways alone, by the names in the figures"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="one run of each way for each seed (default 1 2 3; backends: 1)"
+    )
     parser.add_argument("--steps", type=int, help="of each run (default 60; backends: 20)")
     parser.add_argument("--work", type=Path, help="directory of the runs (default runs/EXPERIMENT)")
-    parser.add_argument("--out", type=Path, help="figures FILE.json and pictures FILE*.png (default benchmarks/results/EXPERIMENT)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="figures FILE.json and pictures FILE*.png (default benchmarks/results/EXPERIMENT)",
+    )
     chosen = parser.parse_args(arguments)
     from megarl.run.start import start_ray
 
     experiment = EXPERIMENTS[chosen.experiment]
     if unknown := set(chosen.only or ()) - experiment.ways.keys():
-        parser.error(f"--only: no such way: {', '.join(sorted(unknown))}. Fix: choose from {', '.join(experiment.ways)}")
+        parser.error(
+            f"--only: no such way: {', '.join(sorted(unknown))}. Fix: choose from "
+            f"{', '.join(experiment.ways)}"
+        )
     out = chosen.out or Path("benchmarks/results") / chosen.experiment
     steps = chosen.steps or experiment.steps
-    runs = Runs(experiment, chosen.work or Path("runs") / chosen.experiment, chosen.seeds or experiment.seeds, steps)
-    result: dict[str, Any] = {"commit": environment.commit(), "environment": environment.describe(), "steps": steps, "ways": {}}
+    runs = Runs(
+        experiment, chosen.work or Path("runs") / chosen.experiment, chosen.seeds or experiment.seeds, steps
+    )
+    result: dict[str, Any] = {
+        "commit": environment.commit(),
+        "environment": environment.describe(),
+        "steps": steps,
+        "ways": {},
+    }
     with ExitStack() as stack:
         start_ray(stack)
         for name in chosen.only or experiment.ways:
             result["ways"][name] = runs.figures_of(name)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            sys.stdout.write(f"{name:14} {json.dumps(result['ways'][name]['mean'])} {json.dumps(result['ways'][name]['differences'])}\n")
+            sys.stdout.write(
+                f"{name:14} {json.dumps(result['ways'][name]['mean'])} "
+                f"{json.dumps(result['ways'][name]['differences'])}\n"
+            )
     for suffix, (title, panels) in experiment.pictures.items():
         _draw(out.with_name(f"{out.name}{suffix}.png"), title, panels, result["ways"])
     return 0
@@ -217,29 +271,49 @@ class Runs:
         curves = {seed: _curves(self._rows(name, seed), way) for seed in self.seeds}
         values = {measure: [each[measure][1] for each in curves.values()] for measure in way.measures}
         mean = {
-            "first": {measure: statistics.mean(of_seed[0] for of_seed in of_seeds) for measure, of_seeds in values.items()},
-            "last": {measure: statistics.mean(of_seed[-1] for of_seed in of_seeds) for measure, of_seeds in values.items()},
+            "first": {
+                measure: statistics.mean(of_seed[0] for of_seed in of_seeds)
+                for measure, of_seeds in values.items()
+            },
+            "last": {
+                measure: statistics.mean(of_seed[-1] for of_seed in of_seeds)
+                for measure, of_seeds in values.items()
+            },
             "largest": {measure: max(map(max, of_seeds)) for measure, of_seeds in values.items()},
         }
         others = {layout: self._rows(name, self.seeds[0], layout) for layout in self.experiment.layouts}
         if way.against:
             others[way.against] = self._rows(way.against, self.seeds[0])
         own = self._rows(name, self.seeds[0])
-        result = {"mean": mean, "seeds": curves, "differences": {other: differences(own, rows) for other, rows in others.items()}}
+        result = {
+            "mean": mean,
+            "seeds": curves,
+            "differences": {other: differences(own, rows) for other, rows in others.items()},
+        }
         if way.greedy:
-            result["greedy_accuracy_by_transformers"] = self._greedy([self.work / _run_name(name, seed) for seed in self.seeds])
+            result["greedy_accuracy_by_transformers"] = self._greedy(
+                [self.work / _run_name(name, seed) for seed in self.seeds]
+            )
         return result
 
     def _rows(self, name: str, seed: int, layout: str | None = None) -> list[dict[str, Any]]:
         """The log of a run, which is run unless it is there."""
         way, run_dir = self.experiment.ways[name], self.work / _run_name(name, seed, layout)
-        if (run_dir / "metrics.jsonl").exists() and (rows := rows_of(run_dir)) and rows[-1]["step"] == self.steps:
+        if (
+            (run_dir / "metrics.jsonl").exists()
+            and (rows := rows_of(run_dir))
+            and rows[-1]["step"] == self.steps
+        ):
             return rows
         from megarl.config import load_config
         from megarl.quickstart.__main__ import CONFIGS
         from megarl.run.run import run
 
-        train, validation = ("pairs", "validation-pairs") if way.recipe in {"dpo.yaml", "rm.yaml"} else ("train", "validation")
+        train, validation = (
+            ("pairs", "validation-pairs")
+            if way.recipe in {"dpo.yaml", "rm.yaml"}
+            else ("train", "validation")
+        )
         files, of_layout = self.experiment.layouts[layout] if layout else ((), ())
         changes = [
             f"run_dir={run_dir}",
@@ -267,7 +341,10 @@ class Runs:
 
         problems = self.work / "validation.jsonl"
         after = [evaluate_checkpoint(exported(run_dir), problems, max_new_tokens=3) for run_dir in run_dirs]
-        return {"before": evaluate_checkpoint(taught_model(self.work), problems, max_new_tokens=3), "after": after}
+        return {
+            "before": evaluate_checkpoint(taught_model(self.work), problems, max_new_tokens=3),
+            "after": after,
+        }
 
 
 def _run_name(name: str, seed: int, layout: str | None = None) -> str:
@@ -289,7 +366,13 @@ def taught_model(work: Path) -> Path:
     """Return the quickstart's model after its supervised part. The first call trains it and writes the
     data of the second part."""
     from megarl.config import load_config
-    from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
+    from megarl.quickstart.__main__ import (
+        CARELESS_SHARE,
+        CONFIGS,
+        TRAIN_PROBLEMS,
+        VALIDATION_PROBLEMS,
+        VALIDATION_SEED,
+    )
     from megarl.quickstart.material import make_model, write_pairs, write_problems
     from megarl.run.run import run
 
@@ -302,7 +385,11 @@ def taught_model(work: Path) -> Path:
         write_problems(work / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
         write_pairs(work / "pairs.jsonl", TRAIN_PROBLEMS, 1)
         write_pairs(work / "validation-pairs.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
-        changes = [f"run_dir={work / 'sft'}", f"policy.model_name={work / 'model'}", f"data.train.path={work / 'demonstrations.jsonl'}"]
+        changes = [
+            f"run_dir={work / 'sft'}",
+            f"policy.model_name={work / 'model'}",
+            f"data.train.path={work / 'demonstrations.jsonl'}",
+        ]
         run(load_config(CONFIGS / "sft.yaml", changes))
     return model
 
@@ -324,12 +411,20 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
     steps before the first one with another sample.
     """
     both = list(zip(ours, theirs, strict=True))
-    apart = min((one["step"] for one, other in both if not _same_samples(one, other)), default=ours[-1]["step"] + 1)
+    apart = min(
+        (one["step"] for one, other in both if not _same_samples(one, other)), default=ours[-1]["step"] + 1
+    )
     largest = {}
     for metric in COMPARED:
-        pairs = [(one[metric], other[metric]) for one, other in both if one["step"] < apart and one.get(metric) is not None]
+        pairs = [
+            (one[metric], other[metric])
+            for one, other in both
+            if one["step"] < apart and one.get(metric) is not None
+        ]
         if pairs:
-            largest[metric] = max(abs(one - other) for one, other in pairs) / (max(abs(one) for one, _ in pairs) or 1.0)
+            largest[metric] = max(abs(one - other) for one, other in pairs) / (
+                max(abs(one) for one, _ in pairs) or 1.0
+            )
     return {
         "steps_with_equal_samples": apart - 1,
         "largest_difference": largest,
@@ -351,19 +446,33 @@ def _draw(path: Path, title: str, panels: Mapping[str, Mapping[str, str]], ways:
     """A line for each way in a panel, mean and range over its seeds; ways that were not run are left out."""
     from megarl.observe.drawing import cycled_colours, finish_axes, stacked_panels
 
-    present = {label: {name: measure for name, measure in lines.items() if name in ways} for label, lines in panels.items()}
+    present = {
+        label: {name: measure for name, measure in lines.items() if name in ways}
+        for label, lines in panels.items()
+    }
     present = {label: lines for label, lines in present.items() if lines}
     if not present:
         return
     figure, all_axes = stacked_panels(title, len(present))
     for axes, (label, lines) in zip(all_axes, present.items(), strict=True):
-        for place, (colour, (name, measure)) in enumerate(zip(cycled_colours(len(lines)), lines.items(), strict=True)):
+        for place, (colour, (name, measure)) in enumerate(
+            zip(cycled_colours(len(lines)), lines.items(), strict=True)
+        ):
             curves = [each[measure] for each in ways[name]["seeds"].values()]
             steps, values = curves[0][0], list(zip(*(curve[1] for curve in curves), strict=True))
-            axes.fill_between(steps, [min(each) for each in values], [max(each) for each in values], color=colour, alpha=0.12, linewidth=0)
+            axes.fill_between(
+                steps,
+                [min(each) for each in values],
+                [max(each) for each in values],
+                color=colour,
+                alpha=0.12,
+                linewidth=0,
+            )
             # a few curves may be equal: then broad lines are seen below narrow ones
             width = 2 + 2.5 * (len(lines) - 1 - place) if len(lines) < 4 else 2
-            axes.plot(steps, [statistics.mean(each) for each in values], color=colour, linewidth=width, label=name)
+            axes.plot(
+                steps, [statistics.mean(each) for each in values], color=colour, linewidth=width, label=name
+            )
         finish_axes(axes, label.replace("_", " "), legend=len(lines) > 1, last=axes is all_axes[-1])
     figure.savefig(path)
 

@@ -19,7 +19,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 def ratios_of(points: Points) -> list[str]:
     """Return names of the metrics that are ratios, in their order, those of all points."""
-    found = dict.fromkeys(name for point in points for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio"))
+    found = dict.fromkeys(
+        name
+        for point in points
+        for name, metric in point["metrics"].items()
+        if metric["unit"].startswith("ratio")
+    )
     return list(found)
 
 
@@ -43,14 +48,21 @@ def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
 def varied(points: Points) -> str | None:
     """Return the parameter to draw over: a number with several values among points that are otherwise
     alike."""
-    candidates = [name for name, value in points[0]["parameters"].items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    candidates = [
+        name
+        for name, value in points[0]["parameters"].items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     sizes = {name: _longest_line(points, name) for name in candidates}
     best = max(candidates, key=lambda name: sizes[name], default=None)
     return best if best is not None and sizes[best] >= 2 and len(series(points, best)) <= MOST_LINES else None
 
 
 def _longest_line(points: Points, axis: str) -> int:
-    return max((len({point["parameters"][axis] for point in line}) for line in series(points, axis).values()), default=0)
+    return max(
+        (len({point["parameters"][axis] for point in line}) for line in series(points, axis).values()),
+        default=0,
+    )
 
 
 def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
@@ -58,14 +70,21 @@ def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for point in points:
         if axis in point["parameters"]:
-            rest = {name: value for name, value in point["parameters"].items() if name != axis and _tells_apart(points, name)}
+            rest = {
+                name: value
+                for name, value in point["parameters"].items()
+                if name != axis and _tells_apart(points, name)
+            }
             lines.setdefault(label_of(rest), []).append(point)
     return {name: sorted(line, key=lambda point: point["parameters"][axis]) for name, line in lines.items()}
 
 
 def label_of(parameters: Mapping[str, Any]) -> str:
     """Return parameters in few words: names speak for themselves, numbers need theirs."""
-    words = [value if isinstance(value, str) else f"{value:g} {name}".replace("_", " ") for name, value in parameters.items()]
+    words = [
+        value if isinstance(value, str) else f"{value:g} {name}".replace("_", " ")
+        for name, value in parameters.items()
+    ]
     return ", ".join(words)
 
 
@@ -78,10 +97,27 @@ def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
     lines = series(points, axis)
     for panel, ratio in zip(panels, ratios, strict=True):
         for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
-            measured = [(point["parameters"][axis], point["metrics"][ratio]) for point in line if ratio in point["metrics"]]
+            measured = [
+                (point["parameters"][axis], point["metrics"][ratio])
+                for point in line
+                if ratio in point["metrics"]
+            ]
             places = [place for place, _ in measured]
-            panel.plot(places, [metric["median"] for _, metric in measured], color=colour, marker="o", markersize=4, label=name or None)
-            panel.fill_between(places, *([metric[end] for _, metric in measured] for end in ("min", "max")), color=colour, alpha=0.15, lw=0)
+            panel.plot(
+                places,
+                [metric["median"] for _, metric in measured],
+                color=colour,
+                marker="o",
+                markersize=4,
+                label=name or None,
+            )
+            panel.fill_between(
+                places,
+                *([metric[end] for _, metric in measured] for end in ("min", "max")),
+                color=colour,
+                alpha=0.15,
+                lw=0,
+            )
         values = sorted({point["parameters"][axis] for point in points if axis in point["parameters"]})
         if values[0] > 0 and values[-1] / values[0] >= 4:
             panel.set_xscale("log", base=2)
@@ -100,7 +136,10 @@ def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
 
 def _bars(points: Points, ratios: Sequence[str]) -> Any:
     shown = points[:MOST_BARS]
-    names = [label_of({key: value for key, value in point["parameters"].items() if _tells_apart(points, key)}) for point in shown]
+    names = [
+        label_of({key: value for key, value in point["parameters"].items() if _tells_apart(points, key)})
+        for point in shown
+    ]
     figure, panels = _figure(len(ratios), height=1.2 + 0.26 * len(shown), sharey=True)
     for panel, ratio, colour in zip(panels, ratios, COLOURS, strict=False):
         for row, point in enumerate(shown):
@@ -147,7 +186,9 @@ def _svg(figure: Any) -> str:
     import matplotlib
 
     written = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.family": "sans-serif"}
+    ):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     text = written.getvalue()
     return text[text.index("<svg") :]

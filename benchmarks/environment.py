@@ -26,7 +26,9 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
@@ -64,4 +66,7 @@ def _processor() -> str:
             found.setdefault(key.strip(), value.strip())
     if not found:
         return platform.processor() or platform.machine()
-    return f"{found.get('model name', platform.machine())} (model {found.get('model', '?')}, stepping {found.get('stepping', '?')})"
+    return (
+        f"{found.get('model name', platform.machine())} (model {found.get('model', '?')}, stepping "
+        f"{found.get('stepping', '?')})"
+    )

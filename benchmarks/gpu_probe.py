@@ -102,7 +102,13 @@ def facts(probe: Probe) -> Figures:
     """Return the hardware, the versions, and which of the fast paths are taken."""
     from megarl.env import installed_version
 
-    yield "versions", {name: installed_version(name) for name in ("torch", "megatron-core", "transformers", "transformer-engine", "vllm")}
+    yield (
+        "versions",
+        {
+            name: installed_version(name)
+            for name in ("torch", "megatron-core", "transformers", "transformer-engine", "vllm")
+        },
+    )
     if probe.on_gpu:
         yield "device", torch.cuda.get_device_name(0)
         yield "memory free, total GiB", [round(figure / GIB, 1) for figure in torch.cuda.mem_get_info()]
@@ -141,12 +147,16 @@ def build(probe: Probe) -> Figures:
     probe.worker = MegatronPolicyWorker(probe.config, None, init_reference_model=True)
     yield "build s", round(time.perf_counter() - begun, 1)
     yield "parameters", sum(parameter.numel() for _, parameter in probe.worker.backend.parameters())
-    classes = Counter(type(module).__name__ for chunk in probe.worker.backend.chunks for module in chunk.modules())
+    classes = Counter(
+        type(module).__name__ for chunk in probe.worker.backend.chunks for module in chunk.modules()
+    )
     yield "attention", sorted(name for name in classes if "Attention" in name)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(options.longest // 8, options.longest + 1, (options.rows,), generator=generator)
     inside = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-    ids = torch.randint(2, SIZES[options.size]["vocab_size"], tuple(inside.shape), generator=generator) * inside
+    ids = (
+        torch.randint(2, SIZES[options.size]["vocab_size"], tuple(inside.shape), generator=generator) * inside
+    )
     batch = {"input_ids": ids, "input_lengths": lengths}
     targets = {"token_mask": inside.float(), "sample_mask": torch.ones(options.rows)}
     probe.lengths = lengths.tolist()
@@ -232,7 +242,10 @@ def generation(probe: Probe) -> Figures:
         answers: list[Any] = []
         seconds = probe.seconds(lambda answers=answers: answers.append(probe.worker.generate(data=prompts)))
         tokens = int(answers[0]["generation_lengths"].sum())
-        yield f"generation of {rows} answers, {turn}: tokens, s, tokens/s", [tokens, round(seconds, 2), round(tokens / seconds)]
+        yield (
+            f"generation of {rows} answers, {turn}: tokens, s, tokens/s",
+            [tokens, round(seconds, 2), round(tokens / seconds)],
+        )
         yield f"generation, {turn}: ms a token of each row", round(seconds / new * 1e3, 2)
     yield from _kernels_of(probe, "generation", lambda: probe.worker.generate(data=prompts))
     probe.worker.prepare_for_training()
@@ -243,10 +256,15 @@ def syncs(probe: Probe) -> Figures:
     run dry."""
     if not probe.on_gpu:
         return
-    for name, action in (("log-probabilities", lambda: probe.worker.get_logprobs(data=probe.logprob_shard)), ("train", probe.train)):
+    for name, action in (
+        ("log-probabilities", lambda: probe.worker.get_logprobs(data=probe.logprob_shard)),
+        ("train", probe.train),
+    ):
         seen: Counter[str] = Counter()
 
-        def note(message: Any, category: Any, filename: str, line: int, *rest: Any, seen: Counter[str] = seen) -> None:
+        def note(
+            message: Any, category: Any, filename: str, line: int, *rest: Any, seen: Counter[str] = seen
+        ) -> None:
             if "synchroniz" in str(message):
                 seen["/".join(filename.split("/")[-3:]) + f":{line}"] += 1
 
@@ -281,7 +299,10 @@ def _kernels_of(probe: Probe, what: str, action: Callable[[], Any]) -> Figures:
     yield f"kernel seconds, seconds of {what}", [round(busy, 3), round(seconds, 3)]
     yield (
         f"longest kernels of {what}, ms and calls",
-        [[event.key[:100], round(event.self_device_time_total / 1e3, 1), event.count] for event in rows[:SHOWN]],
+        [
+            [event.key[:100], round(event.self_device_time_total / 1e3, 1), event.count]
+            for event in rows[:SHOWN]
+        ],
     )
 
 
@@ -294,7 +315,10 @@ def moves(probe: Probe) -> Figures:
         back = probe.seconds(probe.worker.prepare_for_training)
         yield f"to the host and back s, {turn}", [round(out, 3), round(back, 3)]
         if probe.on_gpu:
-            yield f"to the host and back GB/s, {turn}", [round(moved / seconds / 1e9, 1) for seconds in (out, back)]
+            yield (
+                f"to the host and back GB/s, {turn}",
+                [round(moved / seconds / 1e9, 1) for seconds in (out, back)],
+            )
 
 
 def export(probe: Probe) -> Figures:
@@ -317,7 +341,9 @@ def ipc(probe: Probe) -> Figures:
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in probe.worker.backend.export_hf())
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_engine, args=(theirs, dict(description), probe.options.device), daemon=True)
+    child = context.Process(
+        target=_engine, args=(theirs, dict(description), probe.options.device), daemon=True
+    )
     child.start()
     theirs.close()
     try:
@@ -376,7 +402,11 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
 def _fingerprint(tensor: torch.Tensor) -> float:
     """Return a number that depends on every element and its place."""
     flat = tensor.flatten().double()
-    return float((flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).remainder_(8191)).sum())
+    return float(
+        (
+            flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).remainder_(8191)
+        ).sum()
+    )
 
 
 def checkpoint(probe: Probe) -> Figures:
@@ -395,7 +425,21 @@ def checkpoint(probe: Probe) -> Figures:
 
 
 PARTS: Mapping[str, Callable[[Probe], Figures]] = {
-    part.__name__: part for part in (facts, gemm, build, train, logprobs, generation, syncs, kernels, moves, export, ipc, checkpoint)
+    part.__name__: part
+    for part in (
+        facts,
+        gemm,
+        build,
+        train,
+        logprobs,
+        generation,
+        syncs,
+        kernels,
+        moves,
+        export,
+        ipc,
+        checkpoint,
+    )
 }
 
 
@@ -431,31 +475,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=list(SIZES), default="1.5b")
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="fewer layers than the size has")
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="sequences of a batch (default 64)")
-    parser.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of the longest (default 2048)")
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of a packed micro-batch (default 8192)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="repeats, of which the fastest counts (default 3)")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
-    parser.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model that is there already, of the size's vocabulary")
-    parser.add_argument("--transformer-engine", choices=["auto", "true", "false"], default="auto", help="the key of that name")
     parser.add_argument(
-        "--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}; gemm and build come with them"
+        "--longest", type=int, default=2048, metavar="N", help="tokens of the longest (default 2048)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8192, metavar="N", help="of a packed micro-batch (default 8192)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="repeats, of which the fastest counts (default 3)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a model that is there already, of the size's vocabulary",
+    )
+    parser.add_argument(
+        "--transformer-engine", choices=["auto", "true", "false"], default="auto", help="the key of that name"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(PARTS),
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}; gemm and build come with them",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there, as JSON")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device; see megarl doctor, or try the program with --device cpu --size tiny")
+        parser.error(
+            "--device cuda: torch sees no CUDA device; see megarl doctor, or try the program with --device "
+            "cpu --size tiny"
+        )
     from megarl.distributed.allocator import fast_pinning
 
     if options.device == "cuda":
         os.environ.update(fast_pinning())
-    options.transformer_engine = {"true": True, "false": False}.get(options.transformer_engine, options.transformer_engine)
-    os.environ.update(
-        {"MEGARL_DEVICE": options.device, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    options.transformer_engine = {"true": True, "false": False}.get(
+        options.transformer_engine, options.transformer_engine
     )
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.update(
+        {
+            "MEGARL_DEVICE": options.device,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
+    dist.init_process_group(
+        "nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     wanted = {"gemm", "build", *options.only} if options.only else set(PARTS)
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(Probe(options, Path(directory)), [name for name in PARTS if name in wanted], options.out)
+        found = measure(
+            Probe(options, Path(directory)), [name for name in PARTS if name in wanted], options.out
+        )
     dist.destroy_process_group()
     return int(bool(found["failed"]))
 

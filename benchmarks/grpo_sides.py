@@ -77,7 +77,10 @@ class Ours:
         from megarl.rollout.collector import Collector
 
         self.worker = tiny.worker_of(config)
-        self.task, self.phases = task, Phases(*(phase for phase in PHASES if not (on_policy and phase == "logprobs")))
+        self.task, self.phases = (
+            task,
+            Phases(*(phase for phase in PHASES if not (on_policy and phase == "logprobs"))),
+        )
         tokenizer: Any = AutoTokenizer.from_pretrained(task.model)
         groups = self.worker.backend.groups
         share, rest = divmod(len(task.prompts), groups.data_size)
@@ -86,7 +89,10 @@ class Ours:
         # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those
         # that it lacks
         vocabulary = config_of(task.model).vocab_size
-        ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
+        ids = [
+            [token % vocabulary for token in tokenizer(text)["input_ids"]]
+            for text in task.prompts[self.share]
+        ]
         self.records = [Example(index, tuple(prompt), (), "") for index, prompt in enumerate(ids)]
         self.loss_fn = ClippedPGLossFn({**tiny.CLIPPED_LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
@@ -99,7 +105,10 @@ class Ours:
 
         with self.phases.step(counts):
             self.steps += 1
-            of_all, answers = sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers), self.task.answers
+            of_all, answers = (
+                sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers),
+                self.task.answers,
+            )
             seeds = of_all[self.share.start * answers : self.share.stop * answers]
             batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
             with self.phases.phase("training"):
@@ -113,7 +122,9 @@ class Ours:
         from megarl.rollout.samples import MODEL_INPUTS
 
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        advantages = group_advantages(samples["prompt_ids"], samples["reward"], samples["sample_mask"], False, False)
+        advantages = group_advantages(
+            samples["prompt_ids"], samples["reward"], samples["sample_mask"], False, False
+        )
         columns = {"advantages": advantages[:, None].expand_as(samples["input_ids"]).contiguous()}
         if not self.loss_fn.force_on_policy_ratio:
             with self.phases.phase("logprobs"):
@@ -182,7 +193,9 @@ class ByHand:
             texts = [text for text in self.task.prompts for _ in range(self.task.answers)]
             asked = self.tokenizer(texts, padding=True, return_tensors="pt")
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
-            ids = self.model.eval().generate(asked["input_ids"], attention_mask=asked["attention_mask"], **options)
+            ids = self.model.eval().generate(
+                asked["input_ids"], attention_mask=asked["attention_mask"], **options
+            )
         texts = self.tokenizer.batch_decode(ids[:, -new:], skip_special_tokens=True)
         rewards = torch.tensor([reward(text) for text in texts]).view(-1, self.task.answers)
         advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
@@ -200,7 +213,9 @@ class ByHand:
 def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
     """[rows, new] of the last tokens of rows that are padded on the left."""
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
+    logits = model(
+        input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1
+    ).logits[:, :-1]
     return logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
 
 
@@ -222,7 +237,12 @@ class TRL:
         log-probabilities are computed."""
         found = self.phases.spent
         step, generation, batch = found[STEP], found["generation"], found["batch"]
-        return {STEP: step, "generation": generation, "training": _less(step, batch), REST: _less(batch, generation)}
+        return {
+            STEP: step,
+            "generation": generation,
+            "training": _less(step, batch),
+            REST: _less(batch, generation),
+        }
 
     def run(self, steps: int, warm_up: int, between: Callable[[bool], Any]) -> None:
         """Steps of this side and of ``between`` in turn; the first ones do not count."""
@@ -291,7 +311,10 @@ class TRL:
 
 
 def _less(whole: Spent, part: Spent) -> Spent:
-    wall, cpu = ([one - other for one, other in zip(*pair, strict=True)] for pair in ((whole.wall, part.wall), (whole.cpu, part.cpu)))
+    wall, cpu = (
+        [one - other for one, other in zip(*pair, strict=True)]
+        for pair in ((whole.wall, part.wall), (whole.cpu, part.cpu))
+    )
     return Spent(wall, cpu)
 
 
@@ -332,11 +355,18 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
     # an answer
     model.get_input_embeddings().padding_idx = None
     now = answer_logprobs(model, ids, mask, new)
-    found = {name: batch[key] for name, key in (("logprobs", "prev_logprobs"), ("generation", "generation_logprobs")) if key in batch}
+    found = {
+        name: batch[key]
+        for name, key in (("logprobs", "prev_logprobs"), ("generation", "generation_logprobs"))
+        if key in batch
+    }
     policy_loss(now, now.detach(), _answers_of(batch["advantages"], lengths, new)).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
     off = {
-        **{name: float((now - _answers_of(values, lengths, new)).detach().abs().max()) for name, values in found.items()},
+        **{
+            name: float((now - _answers_of(values, lengths, new)).detach().abs().max())
+            for name, values in found.items()
+        },
         "gradient": abs(norm - float(result["grad_norm"])) / norm,
     }
     assert max(off.values()) < 1e-3, f"megarl and a plain model of the same weights differ: {off}"
@@ -344,4 +374,6 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
 
 
 def _answers_of(columns: Tensor, lengths: Tensor, new: int) -> Tensor:
-    return torch.stack([row[length - new : length] for row, length in zip(columns, lengths.tolist(), strict=True)])
+    return torch.stack(
+        [row[length - new : length] for row, length in zip(columns, lengths.tolist(), strict=True)]
+    )

@@ -25,7 +25,10 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the axes with more than one rank, as the command line has them."""
-        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "one rank"
+        return (
+            ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
+            or "one rank"
+        )
 
 
 ONE_RANK = Layout()
@@ -43,7 +46,8 @@ def layout_of(text: str) -> Layout:
         matched = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
         if matched is None or matched[1] not in AXES or matched[1] in found:
             raise ValueError(
-                f"layout {text!r}: {part!r} is no axis with its ranks. Fix: write each of {', '.join(AXES)} at most once, as tp=2"
+                f"layout {text!r}: {part!r} is no axis with its ranks. Fix: write each of {', '.join(AXES)} "
+                "at most once, as tp=2"
             )
         found[matched[1]] = int(matched[2])
     return Layout(**found)
@@ -56,7 +60,9 @@ def numbers_of(text: str) -> tuple[int, ...]:
         ValueError: one of them is no number above 0.
     """
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError(f"{text!r}: not a list of numbers above 0. Fix: write them with commas between, as 128,512")
+        raise ValueError(
+            f"{text!r}: not a list of numbers above 0. Fix: write them with commas between, as 128,512"
+        )
     return tuple(int(word) for word in text.split(","))
 
 

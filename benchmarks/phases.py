@@ -46,5 +46,7 @@ class Phases:
         for kind in ("wall", "cpu"):
             [taken] = getattr(whole, kind)
             of_phases = [sum(getattr(self._open.get(name, Spent()), kind)) for name in self._names]
-            for name, seconds in zip((STEP, *self._names, REST), (taken, *of_phases, taken - sum(of_phases)), strict=True):
+            for name, seconds in zip(
+                (STEP, *self._names, REST), (taken, *of_phases, taken - sum(of_phases)), strict=True
+            ):
                 getattr(self.spent[name], kind).append(seconds)

@@ -33,13 +33,17 @@ class Metric:
     @staticmethod
     def ratio(baseline: str, measured: Sequence[float], against: Sequence[float]) -> Metric:
         """Repeat by repeat, so that what slows the machine for a while slows both sides."""
-        return Metric.of(f"ratio to {baseline}", [one / other for one, other in zip(measured, against, strict=True)])
+        return Metric.of(
+            f"ratio to {baseline}", [one / other for one, other in zip(measured, against, strict=True)]
+        )
 
     def summary(self) -> dict[str, Any]:
         """Median, smallest, largest and number of the samples, and the distance of their quartiles over the
         median, ready for JSON."""
         middle = statistics.median(self.samples)
-        lower, _, upper = statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
+        lower, _, upper = (
+            statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
+        )
         return {
             "unit": self.unit,
             "median": middle,

@@ -67,7 +67,10 @@ def in_processes(world: int, device: str, function: Callable[..., Any], *argumen
         process.start()
         there.close()
     try:
-        answers = [here.recv() if here.poll(RANK_SECONDS) else (False, f"no answer in {RANK_SECONDS} s") for here, _ in pipes]
+        answers = [
+            here.recv() if here.poll(RANK_SECONDS) else (False, f"no answer in {RANK_SECONDS} s")
+            for here, _ in pipes
+        ]
     except EOFError:
         answers = [(False, "a rank died without a word")]
     finally:
@@ -75,15 +78,36 @@ def in_processes(world: int, device: str, function: Callable[..., Any], *argumen
             process.join(timeout=10)
             process.kill()
             process.join()
-    failed = [f"rank {rank} of {function.__name__}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
+    failed = [
+        f"rank {rank} of {function.__name__}:\n{answer}"
+        for rank, (good, answer) in enumerate(answers)
+        if not good
+    ]
     if failed:
         raise AssertionError("\n".join(failed))
     return [answer for _, answer in answers]
 
 
-def _serve(answers: Any, rank: int, world: int, port: int, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MEGARL_DEVICE": device})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+def _serve(
+    answers: Any,
+    rank: int,
+    world: int,
+    port: int,
+    device: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MEGARL_DEVICE": device}
+    )
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
     try:
         import torch
         import torch.distributed as dist

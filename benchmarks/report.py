@@ -29,14 +29,31 @@ def page(results: Sequence[Result]) -> str:
     sections = [_section(result, svg) for result, svg in all_drawn(results)]
     body = ["<h1>Benchmarks</h1>", _where(results), _marked(results), _whole_runs(results), *sections]
     head = f'<meta charset="utf-8"><title>Benchmarks of megarl</title><style>{STYLE}</style>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
 
 
 def _where(results: Sequence[Result]) -> str:
     """Machines, versions and commits, each set once."""
     rows = dict.fromkeys(_surroundings(result) for result in results)
-    head = ("processor", "cores", "device", "Python", "torch", "Megatron-Core", "transformers", "Ray", "commit")
-    return "<p>Every ratio is of two things measured in turn in one run. Absolute numbers belong to this machine.</p>" + _table(head, rows)
+    head = (
+        "processor",
+        "cores",
+        "device",
+        "Python",
+        "torch",
+        "Megatron-Core",
+        "transformers",
+        "Ray",
+        "commit",
+    )
+    return (
+        "<p>Every ratio is of two things measured in turn in one run. Absolute numbers belong to this "
+        "machine.</p>"
+    ) + _table(head, rows)
 
 
 def _surroundings(result: Result) -> tuple[str, ...]:
@@ -47,10 +64,17 @@ def _surroundings(result: Result) -> tuple[str, ...]:
 
 
 def _marked(results: Sequence[Result]) -> str:
-    lines = [f"<li>{_text(result['case'])}: {_text('; '.join(marks))}</li>" for result in results if (marks := marks_of(result))]
+    lines = [
+        f"<li>{_text(result['case'])}: {_text('; '.join(marks))}</li>"
+        for result in results
+        if (marks := marks_of(result))
+    ]
     if not lines:
         return ""
-    return f'<div class="marks"><p><b>{len(lines)} of {len(results)} results are not to be quoted:</b></p><ul>{"".join(lines)}</ul></div>'
+    return (
+        f'<div class="marks"><p><b>{len(lines)} of {len(results)} results are not to be '
+        f"quoted:</b></p><ul>{''.join(lines)}</ul></div>"
+    )
 
 
 def _whole_runs(results: Sequence[Result]) -> str:
@@ -93,7 +117,9 @@ def _tables(points: Sequence[Mapping[str, Any]]) -> list[str]:
     tables = [_of_points(points, ratios)] if ratios else []
     if others:
         rest = _of_points(points, others)
-        tables.append(f"<details><summary>seconds, sizes and errors</summary>{rest}</details>" if ratios else rest)
+        tables.append(
+            f"<details><summary>seconds, sizes and errors</summary>{rest}</details>" if ratios else rest
+        )
     return tables
 
 
@@ -103,7 +129,10 @@ def _of_points(points: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> s
     head = [_text(name.replace("_", " ")) for name in parameters]
     head += [f"{_text(name.replace('_', ' '))}<br><small>{_text(units[name])}</small>" for name in metrics]
     rows = [
-        [*(_text(point["parameters"].get(name, "")) for name in parameters), *(_cell(point["metrics"].get(name)) for name in metrics)]
+        [
+            *(_text(point["parameters"].get(name, "")) for name in parameters),
+            *(_cell(point["metrics"].get(name)) for name in metrics),
+        ]
         for point in points
     ]
     return _raw_table(head, rows)

@@ -45,10 +45,16 @@ def read(path: Path) -> list[dict[str, Any]]:
         ResultsError: there are none.
     """
     if not path.exists():
-        raise ResultsError(f"{path} does not exist. Fix: name a file or directory that 'python -m benchmarks run --out' wrote")
+        raise ResultsError(
+            f"{path} does not exist. Fix: name a file or directory that 'python -m benchmarks run --out' "
+            "wrote"
+        )
     results = _results_at(path)
     if not results:
-        raise ResultsError(f"{path} holds 0 results of cases. Fix: name a file or directory that 'python -m benchmarks run --out' wrote")
+        raise ResultsError(
+            f"{path} holds 0 results of cases. Fix: name a file or directory that 'python -m benchmarks run "
+            "--out' wrote"
+        )
     return results
 
 

@@ -31,7 +31,9 @@ LAST_WORDS_SECONDS = 20.0
 OUTPUT_SHOWN = 2000  # characters
 
 
-def run_case(name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
+def run_case(
+    name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT
+) -> dict[str, Any]:
     """Return one result, ready for JSON: case, commit, environment, parameters, metrics of every point, and
     whether it went well.
 
@@ -43,7 +45,9 @@ def run_case(name: str, quick: bool, case: Case | None = None, options: Options 
     surroundings = stated["environment"]
     with measured_usage() as usage:
         points, error = _collect(case, quick, options)
-    surroundings.update(load_after=environment.load(), others=None if usage.others is None else round(usage.others, 2))
+    surroundings.update(
+        load_after=environment.load(), others=None if usage.others is None else round(usage.others, 2)
+    )
     if error is None and not points:
         error = "the case measured nothing"
     return {
@@ -68,7 +72,9 @@ def circumstances(quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> dict[s
     }
 
 
-def run_cases(names: Iterable[str], quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> Iterator[dict[str, Any]]:
+def run_cases(
+    names: Iterable[str], quick: bool, options: Options = AS_EACH_CASE_HAS_IT
+) -> Iterator[dict[str, Any]]:
     """Results in the order of ``names``."""
     for name in names:
         yield run_case(name, quick, options=options)
@@ -114,7 +120,9 @@ def _serve(case: Case, quick: bool, options: Options, results: Connection, outpu
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # before torch is imported, which reads the first once
-    os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": options.device, "TOKENIZERS_PARALLELISM": "false"})
+    os.environ.update(
+        {"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": options.device, "TOKENIZERS_PARALLELISM": "false"}
+    )
     try:
         measure = getattr(importlib.import_module(case.module), case.function)
         for point in measure(quick, options) if case.takes else measure(quick):

@@ -37,7 +37,9 @@ class Measured:
     gemm: float = 0.0
 
 
-def compare_steps(config: PolicyConfig, work: Work, layout: Layout, rivals: Sequence[str], repeats: int, device: str = "cpu") -> Measured:
+def compare_steps(
+    config: PolicyConfig, work: Work, layout: Layout, rivals: Sequence[str], repeats: int, device: str = "cpu"
+) -> Measured:
     """On every rank: steps of the worker and of its rivals in turn, from the same weights on the same
     batch."""
     import gc
@@ -53,7 +55,9 @@ def compare_steps(config: PolicyConfig, work: Work, layout: Layout, rivals: Sequ
     batch = batch_of(Path(config["model_name"]), work)
     actions: dict[str, Callable[[], float]] = {"worker": step_of(worker, batch, work.rows)}
     actions.update(_rivals(rivals, Path(config["model_name"]), batch, work, layout, device))
-    measured = Measured({side: Spent() for side in actions}, {side: [] for side in actions}, gemm_rate(device))
+    measured = Measured(
+        {side: Spent() for side in actions}, {side: [] for side in actions}, gemm_rate(device)
+    )
     clock = clock_of(device)
     with collector_off():
         for turn in range(WARM_UP + repeats):
@@ -97,7 +101,9 @@ def _rivals(
     return found
 
 
-def metrics_of(ranks: Sequence[Measured], config: Any, lengths: list[int], device: str = "cpu") -> dict[str, Metric]:
+def metrics_of(
+    ranks: Sequence[Measured], config: Any, lengths: list[int], device: str = "cpu"
+) -> dict[str, Metric]:
     """Ratios to the rivals, tokens a second, and the share of what products of matrices reach here; equal
     losses are asserted."""
     from benchmarks.flops import training_flops
@@ -108,13 +114,25 @@ def metrics_of(ranks: Sequence[Measured], config: Any, lengths: list[int], devic
         metrics |= sides("step", worker, "the bare step", ranks[0].spent["bare"])
     if "fsdp2" in ranks[0].spent:
         fsdp2 = over_ranks([rank.spent["fsdp2"] for rank in ranks])
-        metrics |= {f"fsdp2_{name}": metric for name, metric in sides("step", worker, "a step of torch's FSDP2", fsdp2).items()}
+        metrics |= {
+            f"fsdp2_{name}": metric
+            for name, metric in sides("step", worker, "a step of torch's FSDP2", fsdp2).items()
+        }
     reachable = sum(rank.gemm for rank in ranks)
     done = training_flops(config, lengths)
-    metrics["tokens_per_second"] = Metric.of("valid tokens a second", [sum(lengths) / took for took in worker.wall])
-    metrics["mfu"] = Metric.of("share of the rate of matrix products on all ranks", [done / took / reachable for took in worker.wall])
+    metrics["tokens_per_second"] = Metric.of(
+        "valid tokens a second", [sum(lengths) / took for took in worker.wall]
+    )
+    metrics["mfu"] = Metric.of(
+        "share of the rate of matrix products on all ranks", [done / took / reachable for took in worker.wall]
+    )
     metrics["gemm_gflops"] = Metric.of("GFLOP/s of a matrix product on one rank", [ranks[0].gemm / 1e9])
-    return {**metrics, "loss_difference": Metric.of("largest relative difference of the losses of a step", [difference(ranks, device)])}
+    return {
+        **metrics,
+        "loss_difference": Metric.of(
+            "largest relative difference of the losses of a step", [difference(ranks, device)]
+        ),
+    }
 
 
 def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
@@ -127,7 +145,14 @@ def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
     if "fsdp2" in losses:
         losses["fsdp2"] = [sum(step) for step in zip(*(rank.losses["fsdp2"] for rank in ranks), strict=True)]
     worker = losses.pop("worker")
-    found = max((abs(one - other) / other for side in losses.values() for one, other in zip(worker, side, strict=True)), default=0.0)
+    found = max(
+        (
+            abs(one - other) / other
+            for side in losses.values()
+            for one, other in zip(worker, side, strict=True)
+        ),
+        default=0.0,
+    )
     assert found < TOLERANCE[device], f"losses differ by {found:.2e}: worker {worker}, others {losses}"
     assert worker[-1] < worker[0], f"training on one batch did not lower its loss: {worker}"
     return found

@@ -52,10 +52,13 @@ def model_of(options: Options, directory: Path, longest: int, **sizes: int) -> P
     chosen = model_path(options.model)
     if not chosen.exists():
         raise ValueError(
-            f"--model {options.model}: {chosen} does not exist. Fix: name a Hugging Face config.json, its directory, or a recipe"
+            f"--model {options.model}: {chosen} does not exist. Fix: name a Hugging Face config.json, its "
+            "directory, or a recipe"
         )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(chosen), dtype=torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(chosen), dtype=torch.float32).save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -82,24 +85,39 @@ def batch_of(model: Path, work: Work, seed: int = 1) -> dict[str, torch.Tensor]:
     lengths = torch.randint(max(2, work.length // 2), work.length + 1, (work.rows,), generator=generator)
     lengths[0] = work.length
     inside = torch.arange(work.length)[None] < lengths[:, None]
-    ids = torch.randint(2, config_of(model).vocab_size, (work.rows, work.length), generator=generator) * inside
-    return {"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float(), "sample_mask": torch.ones(work.rows)}
+    ids = (
+        torch.randint(2, config_of(model).vocab_size, (work.rows, work.length), generator=generator) * inside
+    )
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": inside.float(),
+        "sample_mask": torch.ones(work.rows),
+    }
 
 
-def policy_of(model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, device: str = "cpu", **changes: Any) -> dict[str, Any]:
+def policy_of(
+    model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, device: str = "cpu", **changes: Any
+) -> dict[str, Any]:
     """Return the policy that trains on ``work`` in a layout.
 
     Raises:
         ValueError: the backend has no such axis.
     """
     names = {
-        "megatron": {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"},
+        "megatron": {
+            "tp": "tensor_model_parallel_size",
+            "pp": "pipeline_model_parallel_size",
+            "cp": "context_parallel_size",
+        },
         "dtensor": {"tp": "tensor_parallel_size", "cp": "context_parallel_size"},
         "fsdp1": {},
     }[backend]
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1}
     if not sizes.keys() <= names.keys():
-        raise ValueError(f"layout {layout}: {backend} has no such axis. Fix: choose from {', '.join([*names, 'dp'])}")
+        raise ValueError(
+            f"layout {layout}: {backend} has no such axis. Fix: choose from {', '.join([*names, 'dp'])}"
+        )
     section = {f"{backend}_cfg": {names[axis]: size for axis, size in sizes.items()}} if names else {}
     batch = {
         "train_global_batch_size": work.rows,
@@ -107,9 +125,16 @@ def policy_of(model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, 
         "max_total_sequence_length": work.length,
         "precision": "bfloat16" if device == "cuda" else "float32",
     }
-    both = {key: {**section.get(key, {}), **value} if isinstance(value, Mapping) else value for key, value in changes.items()}
+    both = {
+        key: {**section.get(key, {}), **value} if isinstance(value, Mapping) else value
+        for key, value in changes.items()
+    }
     return tiny.policy_config(
-        model, micro_batch=rows_at_once(work, layout), backend=backend, ranks=layout.ranks, **{**batch, **section, **both}
+        model,
+        micro_batch=rows_at_once(work, layout),
+        backend=backend,
+        ranks=layout.ranks,
+        **{**batch, **section, **both},
     )
 
 
@@ -121,7 +146,10 @@ def rows_at_once(work: Work, layout: Layout = ONE_RANK) -> int:
     """
     rows, rest = divmod(work.rows, layout.dp * work.micro_batches)
     if rest or not rows:
-        raise ValueError(f"{work.rows} rows in {work.micro_batches} micro-batches on {layout.dp} data-parallel ranks: they do not divide")
+        raise ValueError(
+            f"{work.rows} rows in {work.micro_batches} micro-batches on {layout.dp} data-parallel ranks: "
+            "they do not divide"
+        )
     return rows
 
 

@@ -102,7 +102,12 @@ def spent_in_turn(
 
 
 def in_turn(
-    actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, calls: int = 1, collect: bool = False
+    actions: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warm_up: int = 1,
+    calls: int = 1,
+    collect: bool = False,
 ) -> dict[str, list[float]]:
     """Return seconds a call of each action, one number a repeat.
 

@@ -61,7 +61,13 @@ def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
 
 
 def policy_config(
-    model: Path, *, micro_batch: int, backend: str = "megatron", tensor_parallel: int = 1, ranks: int | None = None, **changes: Any
+    model: Path,
+    *,
+    micro_batch: int,
+    backend: str = "megatron",
+    tensor_parallel: int = 1,
+    ranks: int | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Return a whole policy configuration: float32, Adam, constant learning rate.
 
@@ -100,13 +106,24 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
             "adam_eps": EPSILON,
             "clip_grad": CLIP,
         }
-        return {"megatron_cfg": {"enabled": True, "tensor_model_parallel_size": tensor_parallel, "optimizer": optimizer}}
+        return {
+            "megatron_cfg": {
+                "enabled": True,
+                "tensor_model_parallel_size": tensor_parallel,
+                "optimizer": optimizer,
+            }
+        }
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS), "eps": EPSILON}
-    section: dict[str, Any] = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": adam, "weight_decay_on_vectors": False}}
+    section: dict[str, Any] = {
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": adam, "weight_decay_on_vectors": False}
+    }
     if backend == "dtensor":
         section["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor_parallel}
     elif backend != "fsdp1" or tensor_parallel > 1:
-        raise ValueError(f"backend {backend!r} with tensor parallel {tensor_parallel}: choose from {', '.join(BACKENDS)}, fsdp1 with 1")
+        raise ValueError(
+            f"backend {backend!r} with tensor parallel {tensor_parallel}: choose from "
+            f"{', '.join(BACKENDS)}, fsdp1 with 1"
+        )
     return section
 
 

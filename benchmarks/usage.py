@@ -47,7 +47,8 @@ class Usage:
 def measured_usage() -> Iterator[Usage]:
     """Measure what happens inside the block. Processes that outlive their parents inside become this
     process's own, so that their seconds count too."""
-    multiprocessing.resource_tracker.ensure_running()  # it lives as long as this process: nobody waits for it below
+    # it lives as long as this process: nobody waits for it below
+    multiprocessing.resource_tracker.ensure_running()
     before = {child.pid for child in psutil.Process().children()}
     usage, begun, used, busy = Usage(), time.monotonic(), _own_cpu(), machine_cpu()
     _adopt_orphans(True)

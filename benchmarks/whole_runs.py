@@ -35,7 +35,12 @@ def _row(result: Mapping[str, Any], point: Mapping[str, Any]) -> tuple[str, ...]
     run, metrics = point["run"], point["metrics"]
     facts = [_written(run.get(fact, "")) for fact in FACTS]
     measured = [number(metrics[name]["median"]) if name in metrics else "" for name in MEASURED]
-    return (str(run.get("backend", point["parameters"].get("backend", ""))), *facts, *measured, "; ".join(marks_of(result)))
+    return (
+        str(run.get("backend", point["parameters"].get("backend", ""))),
+        *facts,
+        *measured,
+        "; ".join(marks_of(result)),
+    )
 
 
 def _written(value: int | float | str) -> str:

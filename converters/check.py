@@ -49,7 +49,12 @@ _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
 
-def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True, excused: Sequence[str] = ()) -> None:
+def check_source(
+    source: HuggingFaceSource,
+    architecture: Architecture,
+    compare_tied: bool = True,
+    excused: Sequence[str] = (),
+) -> None:
     """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes
     (``check_headers``).
 
@@ -72,9 +77,15 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         if name not in source or is_excused([name], excused) or _equal(source, original, name):
             continue
         if name == _HEAD:
-            problems.append(f"{name} differs from {original}, but tie_word_embeddings is true: set it to false to keep both")
+            problems.append(
+                f"{name} differs from {original}, but tie_word_embeddings is true: set it to false to keep "
+                "both"
+            )
         else:
-            problems.append(f"{name} differs from {original}, which Megatron-Core's prediction layers share with the model")
+            problems.append(
+                f"{name} differs from {original}, which Megatron-Core's prediction layers share with the "
+                "model"
+            )
     _refuse(source, architecture, problems)
 
 
@@ -124,7 +135,8 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
     wrapped = wrapped_names(source.names(), expected)
     if wrapped is not None:
         raise ConversionError(
-            f"the tensors in {source.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them (such as "
+            f"the tensors in {source.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them "
+            "(such as "
             f"{next(name for name in source.names() if name not in expected)})",
             "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
@@ -132,7 +144,14 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
     raise ConversionError(
         f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
         "use the config.json that belongs to these weights, and complete weights",
-        [*problems, *([f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)"] if stale else [])],
+        [
+            *problems,
+            *(
+                [f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)"]
+                if stale
+                else []
+            ),
+        ],
     )
 
 
@@ -185,7 +204,9 @@ def repeated_tensors(architecture: Architecture) -> dict[str, str]:
     return ({_HEAD: embedding} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
 
-def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> dict[str, str]:
+def stored_twice(
+    source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()
+) -> dict[str, str]:
     """Return names of tensors that say what another tensor says, with the name of that one: the stored output
     layer of a tied model, embedding and output layer of prediction layers. One that says something else is
     not among them; only what is ``excused`` may."""
@@ -205,7 +226,11 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     """Return whether two matrices hold the same bits, in bounded memory."""
     import torch
 
-    if first not in source or source.dtype(first) != source.dtype(second) or source.shape(first) != source.shape(second):
+    if (
+        first not in source
+        or source.dtype(first) != source.dtype(second)
+        or source.shape(first) != source.shape(second)
+    ):
         return False
     for start, stop in row_ranges(source.shape(first), source.dtype(first).itemsize):
         one, other = (source.read(name, (slice(start, stop),)).view(torch.uint8) for name in (first, second))
@@ -231,7 +256,9 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
         if model.has(rule):
             rules.append(rule)
         elif not is_excused((key, rule.megatron_name, *rule.hf_names), excused):
-            problems.append(f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else ""))
+            problems.append(
+                f"missing: {key}" + (f" of {rule.megatron_name}" if key in model.checkpoint else "")
+            )
     left_out = []
     for key in model.checkpoint:
         if key in asked or key.startswith(_IGNORED_KEYS):
@@ -242,14 +269,21 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             problems.append(f"unknown: {key} {list(model.checkpoint.shape(key))}")
     if problems:
         raise ConversionError(
-            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config describes it",
-            "use the config that belongs to these weights, or --allow-missing PATTERN for keys that need no counterpart",
+            f"{model.checkpoint.directory} does not hold a {model.architecture.family} model as its config "
+            "describes it",
+            (
+                "use the config that belongs to these weights, or --allow-missing PATTERN for keys that "
+                "need no "
+                "counterpart"
+            ),
             list(dict.fromkeys(problems)),
         )
     return rules, tuple(left_out)
 
 
-def check_plausible(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool) -> None:
+def check_plausible(
+    architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool
+) -> None:
     """Refuse a config of more layers or experts than the stored tensors can hold.
 
     A layer is a tensor of its own, or a place along the first axis of one where layers may be stacked; an
@@ -264,7 +298,11 @@ def check_plausible(architecture: Architecture, shapes: Mapping[str, tuple[int, 
     Raises:
         ConversionError: there are too few tensors.
     """
-    inside = [shape for name, shape in shapes.items() if ".layers." in name and not name.startswith("optimizer.") and shape]
+    inside = [
+        shape
+        for name, shape in shapes.items()
+        if ".layers." in name and not name.startswith("optimizer.") and shape
+    ]
     count = len(shapes)
     layers = architecture.num_layers + architecture.prediction_layers
     experts = architecture.mixture.num_experts if architecture.mixture is not None else 1

@@ -29,36 +29,60 @@ INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
 _EPILOG = (
-    "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong arguments or damaged files, 130 interrupted."
+    "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong "
+    "arguments or damaged files, 130 interrupted."
 )
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command, or its arguments added to ``parser``."""
-    parser = parser or argparse.ArgumentParser(prog="python -m converters", description="Convert checkpoints.")
+    parser = parser or argparse.ArgumentParser(
+        prog="python -m converters", description="Convert checkpoints."
+    )
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = functools.partial(commands.add_parser, epilog=_EPILOG)
     into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
-    into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
+    into.add_argument(
+        "--vocab-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary with zero rows to a multiple of N",
+    )
     _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
     _add_export(out)
     for command in (into, out):
         command.add_argument("target", type=Path, help="directory to make")
-        command.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2); the bytes do not depend on them")
-        command.add_argument("--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB")
+        command.add_argument(
+            "--workers",
+            type=int,
+            default=2,
+            metavar="N",
+            help="threads (default 2); the bytes do not depend on them",
+        )
+        command.add_argument(
+            "--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB"
+        )
         command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
         command.add_argument(
-            "--part", type=read_part, metavar="I/N", help="do this part of the work; the last of N calls, on any machine, ends it"
+            "--part",
+            type=read_part,
+            metavar="I/N",
+            help="do this part of the work; the last of N calls, on any machine, ends it",
         )
         _add_missing(command)
     check = add("verify", help="compare two checkpoints bit for bit, or one with its manifest")
-    check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format")
-    check.add_argument("--logits", action="store_true", help="compare what transformers computes from both, too")
+    check.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format"
+    )
+    check.add_argument(
+        "--logits", action="store_true", help="compare what transformers computes from both, too"
+    )
     _add_missing(check)
     differ = add("diff", help="list in what two models differ")
     differ.add_argument("paths", nargs=2, type=Path, metavar="PATH")
@@ -70,22 +94,53 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     dry.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
     _add_missing(dry)
     adapter = add("adapter", help="PEFT adapter <-> adapters in a torch_dist checkpoint")
-    adapter.add_argument("source", type=Path, help="directory of a PEFT adapter, or checkpoint of LoRA training")
+    adapter.add_argument(
+        "source", type=Path, help="directory of a PEFT adapter, or checkpoint of LoRA training"
+    )
     adapter.add_argument("target", type=Path, help="directory to make")
-    adapter.add_argument("--hf-config", type=Path, metavar="DIR", help="with the config.json of the model that the adapter changes")
+    adapter.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="with the config.json of the model that the adapter changes",
+    )
     adapter.add_argument("--overwrite", action="store_true", help="replace an existing adapter")
     add("families", help="list the model families")
     test = add("selftest", help="check a model family with generated tiny models")
-    test.add_argument("--family", metavar="NAME", help="model_type of the family (default: that of --family-file)")
-    test.add_argument("--config", type=Path, metavar="FILE", help="config.json of a tiny model (default: of the family's config class)")
+    test.add_argument(
+        "--family", metavar="NAME", help="model_type of the family (default: that of --family-file)"
+    )
+    test.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of a tiny model (default: of the family's config class)",
+    )
     for name, command in commands.choices.items():
         if name in ("import", "export", "plan"):
-            command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all tensors (default: each keeps its own)")
+            command.add_argument(
+                "--dtype",
+                choices=["float32", "bfloat16", "float16"],
+                help="of all tensors (default: each keeps its own)",
+            )
         if name in ("import", "plan"):
-            command.add_argument("--allow-unsupported", action="store_true", help="import what no model of Megatron-Core computes")
+            command.add_argument(
+                "--allow-unsupported",
+                action="store_true",
+                help="import what no model of Megatron-Core computes",
+            )
         if name in ("import", "export", "verify", "plan"):
-            merged = "merge this adapter" if name != "verify" else "compare the first checkpoint with this adapter merged into it"
-            command.add_argument("--lora", type=Path, metavar="DIR", help=f"{merged} (PEFT's directory, or a checkpoint of adapters)")
+            merged = (
+                "merge this adapter"
+                if name != "verify"
+                else "compare the first checkpoint with this adapter merged into it"
+            )
+            command.add_argument(
+                "--lora",
+                type=Path,
+                metavar="DIR",
+                help=f"{merged} (PEFT's directory, or a checkpoint of adapters)",
+            )
         if name not in ("families", "selftest"):
             command.add_argument(
                 "--ignore-config-key",
@@ -110,14 +165,21 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
                 "--signing-key",
                 type=Path,
                 metavar="FILE",
-                help="refuse a Megatron checkpoint that is not signed by this key (checkpointing.signing_key_file of its run)",
+                help="refuse a Megatron checkpoint that is not signed by this key "
+                "(checkpointing.signing_key_file of its run)",
             )
     return parser
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
     untouched = "the model that was trained, whose vision tower and prediction layer are exported"
-    command.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
+    command.add_argument(
+        "--max-shard-size",
+        type=read_size,
+        default=5_000_000_000,
+        metavar="SIZE",
+        help="of a file (default 5e9 bytes)",
+    )
     command.add_argument("--untouched-from", type=Path, metavar="DIR", help=untouched)
 
 
@@ -127,7 +189,8 @@ def _add_missing(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="names (with * and ?) on either side that need no counterpart on the other; may be given several times",
+        help="names (with * and ?) on either side that need no counterpart on the other; may be given "
+        "several times",
     )
 
 
@@ -281,7 +344,9 @@ def _import(arguments: argparse.Namespace) -> Answer:
         allow_unsupported=arguments.allow_unsupported,
         ignore_config_keys=tuple(arguments.ignore_config_key),
     )
-    return _convert(import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments)
+    return _convert(
+        import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments
+    )
 
 
 def _export(arguments: argparse.Namespace) -> Answer:
@@ -324,13 +389,19 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     }
     speed = (outcome.size - outcome.resumed) / 1e9 / max(seconds, 1e-9)
     lines = [
-        f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, {_gigabytes(outcome.size)} in {seconds:.1f} s "
+        f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, "
+        f"{_gigabytes(outcome.size)} in {seconds:.1f} s "
         f"({speed:.2f} GB/s), peak memory {outcome.peak_memory / 2**20:.0f} MiB"
     ]
     if outcome.waits_for and part is not None:
         facts["waits_for"] = list(outcome.waits_for)
         parts = ", ".join(f"{each}/{part[1]}" for each in outcome.waits_for)
-        lines = [f"part {part[0]}/{part[1]} of {outcome.target} is done, {_gigabytes(outcome.size)}; it waits for {parts}"]
+        lines = [
+            (
+                f"part {part[0]}/{part[1]} of {outcome.target} is done, {_gigabytes(outcome.size)}; it waits "
+                f"for {parts}"
+            )
+        ]
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
     lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
@@ -367,15 +438,27 @@ def _plan(arguments: argparse.Namespace) -> Answer:
     from converters.opening import MEGATRON, kind_of, open_megatron
 
     path = arguments.paths[0]
-    options: dict[str, Any] = {"dtype": _dtype(arguments.dtype), "allow_missing": tuple(arguments.allow_missing), "lora": arguments.lora}
+    options: dict[str, Any] = {
+        "dtype": _dtype(arguments.dtype),
+        "allow_missing": tuple(arguments.allow_missing),
+        "lora": arguments.lora,
+    }
     plan: ImportPlan | ExportPlan
     if kind_of(path) == MEGATRON:
         plan = plan_export(open_megatron(path, opening_options(arguments)), **options)
     else:
         ignored = tuple(arguments.ignore_config_key)
-        plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported, ignore_config_keys=ignored)
+        plan = plan_import(
+            open_dequantized(path),
+            **options,
+            allow_unsupported=arguments.allow_unsupported,
+            ignore_config_keys=ignored,
+        )
     stored = plan.tensors if isinstance(plan, ImportPlan) else plan.written
-    tensors = [{"key": one.key, "shape": list(one.shape), "dtype": dtype_name(one.dtype), "bytes": one.size} for one in stored]
+    tensors = [
+        {"key": one.key, "shape": list(one.shape), "dtype": dtype_name(one.dtype), "bytes": one.size}
+        for one in stored
+    ]
     facts: dict[str, Any] = {
         "direction": "import" if isinstance(plan, ImportPlan) else "export",
         "family": plan.architecture.family,
@@ -385,10 +468,13 @@ def _plan(arguments: argparse.Namespace) -> Answer:
         "peak_memory": status_bytes("VmRSS") + arguments.workers * BYTES_A_WORKER,
     }
     width = max(len(one.key) for one in stored)
-    lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in tensors]
+    lines = [
+        f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in tensors
+    ]
     lines.append(
         f"{facts['direction']} of {facts['family']}: {len(tensors)} tensors, {_gigabytes(facts['bytes'])} in "
-        f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with {arguments.workers} workers"
+        f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with "
+        f"{arguments.workers} workers"
     )
     return 0, facts, "\n".join(lines)
 
@@ -397,17 +483,31 @@ def _adapter(arguments: argparse.Namespace) -> Answer:
     from converters.adapters.adapter_command import convert_adapter
 
     ignored = tuple(arguments.ignore_config_key)
-    return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite, ignored=ignored)
+    return convert_adapter(
+        arguments.source,
+        arguments.target,
+        arguments.hf_config,
+        overwrite=arguments.overwrite,
+        ignored=ignored,
+    )
 
 
 def _families(_: argparse.Namespace) -> Answer:
     from converters.families import FAMILIES
 
     families = [
-        {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
+        {
+            "model_type": family.model_type,
+            "class": family.architecture_class,
+            "config_keys": sorted(family.config_keys),
+        }
         for family in FAMILIES.values()
     ]
-    return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
+    return (
+        0,
+        {"families": families},
+        "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families),
+    )
 
 
 def _require_signed(arguments: argparse.Namespace) -> None:
@@ -417,13 +517,21 @@ def _require_signed(arguments: argparse.Namespace) -> None:
     from converters.files.signature import read_key, require_signed
     from converters.torch_dist.location import find_checkpoint, holds_checkpoint
 
-    named = [*getattr(arguments, "paths", ()), getattr(arguments, "source", None), getattr(arguments, "lora", None)]
+    named = [
+        *getattr(arguments, "paths", ()),
+        getattr(arguments, "source", None),
+        getattr(arguments, "lora", None),
+    ]
     found = [find_checkpoint(path) for path in named if path is not None and holds_checkpoint(path)]
     if not found:
-        raise ConversionError("--signing-key: no Megatron checkpoint is read, and no other kind is signed", "leave it out")
+        raise ConversionError(
+            "--signing-key: no Megatron checkpoint is read, and no other kind is signed", "leave it out"
+        )
     key = read_key(arguments.signing_key)
     for directory in found:
-        require_signed(directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS)
+        require_signed(
+            directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS
+        )
 
 
 def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> Answer:
@@ -447,27 +555,45 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
         "--layout",
         choices=[MEGARL, MEGATRON_LM],
         default=MEGARL,
-        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
+        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM "
+        "wants them",
     )
 
 
 def add_opening_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags to a command that reads Megatron checkpoints."""
     group = command.add_argument_group("what a Megatron checkpoint does not say itself")
-    group.add_argument("--hf-config", type=Path, metavar="DIR", help="config and tokenizer of a checkpoint that has none with it")
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer for a config made of the trainer's settings")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, for such a config")
     group.add_argument(
-        "--eos-token-id", type=read_token_ids, metavar="N[,N]", help="ends of a text, for such a config: numbers, or the word none"
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="config and tokenizer of a checkpoint that has none with it",
     )
     group.add_argument(
-        "--ignore-setting", action="append", default=[], metavar="NAME", help="setting of the trainer that is harmless; several times"
+        "--tokenizer", type=Path, metavar="DIR", help="tokenizer for a config made of the trainer's settings"
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, for such a config"
+    )
+    group.add_argument(
+        "--eos-token-id",
+        type=read_token_ids,
+        metavar="N[,N]",
+        help="ends of a text, for such a config: numbers, or the word none",
+    )
+    group.add_argument(
+        "--ignore-setting",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="setting of the trainer that is harmless; several times",
     )
     group.add_argument(
         "--rope-scaling-factor",
         type=float,
         metavar="X",
-        help="factor of Llama 3's rope scaling that a model of Megatron-LM was trained with: its own trainer takes 8 whatever it is told",
+        help="factor of Llama 3's rope scaling that a model of Megatron-LM was trained with: its own "
+        "trainer takes 8 whatever it is told",
     )
     group.add_argument(
         "--source-weights",
@@ -501,5 +627,7 @@ def read_token_ids(text: str) -> tuple[int, ...]:
         return ()
     numbers = text.split(",")
     if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is no token id; write for example 2 or 151643,151645, or none")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no token id; write for example 2 or 151643,151645, or none"
+        )
     return tuple(map(int, numbers))

@@ -54,7 +54,9 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
     for field in fields(one):
         left, right = getattr(one, field.name), getattr(other, field.name)
         if left != right:
-            shown = [asdict(value) if hasattr(value, "__dataclass_fields__") else value for value in (left, right)]
+            shown = [
+                asdict(value) if hasattr(value, "__dataclass_fields__") else value for value in (left, right)
+            ]
             yield Difference("config", field.name, f"{shown[0]!r} and {shown[1]!r}")
 
 
@@ -67,7 +69,9 @@ def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
     """
     # transformers takes settings of text generation out of a config
     sides = [{**with_defaults(config), **config} for config in (one, other)]
-    left, right = ({_spelling(key): value for key, value in side.items() if value is not None} for side in sides)
+    left, right = (
+        {_spelling(key): value for key, value in side.items() if value is not None} for side in sides
+    )
     for key in sorted({_spelling(key) for key in SPEAKING_KEYS}):
         values = [_plain(side.get(key)) for side in (left, right)]
         if values[0] != values[1] and not (key == "dtype" and None in values):
@@ -146,7 +150,9 @@ class _Elements:
         return f"{self.count} of {self._total} elements{what}, the first at {self._first}"
 
 
-def _content_differences(one: Opened, other: Opened, left: HuggingFaceTensor, right: HuggingFaceTensor) -> Iterator[Difference]:
+def _content_differences(
+    one: Opened, other: Opened, left: HuggingFaceTensor, right: HuggingFaceTensor
+) -> Iterator[Difference]:
     dtypes = one.dtype(left), other.dtype(right)
     if dtypes[0] != dtypes[1]:
         yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
@@ -154,7 +160,10 @@ def _content_differences(one: Opened, other: Opened, left: HuggingFaceTensor, ri
     wide = torch.promote_types(one.model.dtype(left), other.model.dtype(right))
     found, largest, not_finite = _Elements(left), 0.0, 0
     for start, stop in row_ranges(left.shape, wide.itemsize):
-        values = cast(one.model.read(left, start, stop), wide), cast(other.model.read(right, start, stop), wide)
+        values = (
+            cast(one.model.read(left, start, stop), wide),
+            cast(other.model.read(right, start, stop), wide),
+        )
         differing = unequal(*values)
         not_finite += int(values[0].isfinite().logical_not().sum())
         if bool(differing.any()):
@@ -184,7 +193,9 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
         rows = model.read_rows(rule, vocabulary, padded)
         if bool(rows.any()):
             row = vocabulary + int(rows.reshape(rows.shape[0], -1).any(dim=1).nonzero()[0])
-            yield Difference("padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero")
+            yield Difference(
+                "padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero"
+            )
 
 
 def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
@@ -195,7 +206,11 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
         tensor, record = opened.tensors.get(name), None if known is None else known.get(name)
         if tensor is None or (record is None and known is not None):
             if tensor is not None or not is_excused([name], excused):
-                yield Difference("hash", name, "the manifest does not know it" if record is None else "only the manifest knows it")
+                yield Difference(
+                    "hash",
+                    name,
+                    "the manifest does not know it" if record is None else "only the manifest knows it",
+                )
             continue
         stored = model.dtype(tensor)
         dtype = stored if record is None else dtype_called(record.dtype)
@@ -209,8 +224,12 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
                 hashes.update(name, before)
         # an import widens a tensor where others of its stack need it
         if record is not None and (not exact or (stored != dtype and not isinstance(model, MegatronModel))):
-            yield Difference("dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}")
+            yield Difference(
+                "dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}"
+            )
         elif record is not None and hashes.digests()[name] != record.sha256:
-            yield Difference("hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…")
+            yield Difference(
+                "hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…"
+            )
         if not_finite.count:
             yield Difference("values", name, not_finite.said(" are not finite"))

@@ -78,7 +78,9 @@ class Plan:
         """Return what the conversion will say of itself that follows from the plan."""
         return {} if self.adapter is None else self.adapter.notes()
 
-    def fingerprint_with(self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any) -> dict[str, str]:
+    def fingerprint_with(
+        self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any
+    ) -> dict[str, str]:
         """Return what changes with the bytes that will be written, by the name of what decides about them;
         options by their flags."""
         facts = {
@@ -155,9 +157,18 @@ class Conversion(ABC):
     pieces: Mapping[str, Sequence[HuggingFaceTensor]]
     files: Sequence[Sequence[str]]
 
-    def __init__(self, plan: Plan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        staging: Staging,
+        narrowing: Narrowing,
+        manifest: ConversionManifest | None,
+        directory: Path,
+    ) -> None:
         self._plan, self.staging, self._narrowing = plan, staging, narrowing
-        self._held = HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
+        self._held = HeldAgainst(
+            manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed
+        )
         self.finished: dict[str, Mapping[str, Any]] = {}
 
     @abstractmethod
@@ -235,7 +246,11 @@ class Conversion(ABC):
                 for number, chunk in enumerate(self.chunks(name)):
                     tensor = self.read_chunk(record, number, chunk)
                     for rows in chunk.rows:
-                        hashes.update(rows.part.name, cast(rows.of(tensor), self._plan.dtypes[rows.part.name]), rows.start)
+                        hashes.update(
+                            rows.part.name,
+                            cast(rows.of(tensor), self._plan.dtypes[rows.part.name]),
+                            rows.start,
+                        )
             except ConversionError:  # damaged or cut off meanwhile: written again
                 return
             if hashes.digests() == record["digests"]:
@@ -243,13 +258,19 @@ class Conversion(ABC):
                 self._narrowing.recall(record["errors"])
 
         pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]
-        shown = Progress(sum(piece.size for piece in pieces), "check what is written", progress if pieces else None)
+        shown = Progress(
+            sum(piece.size for piece in pieces), "check what is written", progress if pieces else None
+        )
         run_pieces(pieces, workers, shown)
         shown.finish()
 
     def incomplete(self) -> list[int]:
         """Return numbers of the files that are not whole, or of which a piece is not finished."""
-        return [number for number, names in enumerate(self.files) if not (self.finished.keys() >= {*names} and self.is_whole(number))]
+        return [
+            number
+            for number, names in enumerate(self.files)
+            if not (self.finished.keys() >= {*names} and self.is_whole(number))
+        ]
 
     def finish(self) -> dict[str, Any]:
         """Write the rest, and give the directory its name; what the conversion says of itself."""
@@ -289,7 +310,9 @@ def convert(
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    with Staging(target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part) as staging:
+    with Staging(
+        target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part
+    ) as staging:
         conversion = begin(staging)
         # By file and not by piece: two processes must not write into one file.
         own = [number for number in range(len(conversion.files)) if options.has(number)]
@@ -300,7 +323,10 @@ def convert(
         shown = Progress(total, f"{conversion.verb} {target.name}", progress)
         notes: dict[str, Any] = {}
         if staging.started_anew_because_of:
-            shown.say(f"an unfinished run is not taken up, since these have changed: {', '.join(staging.started_anew_because_of)}")
+            shown.say(
+                "an unfinished run is not taken up, since these have changed: "
+                f"{', '.join(staging.started_anew_because_of)}"
+            )
             notes["started_anew_because_of"] = staging.started_anew_because_of
         check = functools.partial(conversion.check, workers, progress)
         check(staging.records)
@@ -309,7 +335,11 @@ def convert(
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         waiting = [name for name in sizes if name not in conversion.finished]
-        run_pieces([Piece(sizes[name], functools.partial(conversion.write, name)) for name in waiting], workers, shown)
+        run_pieces(
+            [Piece(sizes[name], functools.partial(conversion.write, name)) for name in waiting],
+            workers,
+            shown,
+        )
         shown.finish()
         waits_for: tuple[int, ...] = ()
         # Under a lock, so that of parts that end together exactly one finds itself the last.

@@ -37,5 +37,5 @@ class ConversionError(ValueError):
 
 
 class ChangedSourceError(ConversionError):
-    """The source has changed since the conversion was planned, or contradicts its own manifest, so that unfinished
-    work cannot be resumed."""
+    """The source has changed since the conversion was planned, or contradicts its own manifest, so that
+    unfinished work cannot be resumed."""

@@ -30,7 +30,13 @@ from converters.checkpoint.artifacts import (
     write_config,
 )
 from converters.checkpoint.boxes import read_box, whole, write_bytes
-from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorRecord, dtype_name, fingerprints
+from converters.checkpoint.manifest import (
+    MANIFEST_FILE,
+    ConversionManifest,
+    TensorRecord,
+    dtype_name,
+    fingerprints,
+)
 from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
 from converters.checkpoint.quantized import open_dequantized
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
@@ -88,7 +94,9 @@ class WrittenTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int) -> list[WrittenTensor]:
+def in_files(
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int
+) -> list[WrittenTensor]:
     """Return tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide
     dtypes first in each, so that all are aligned."""
     groups: list[list[int]] = []
@@ -102,7 +110,9 @@ def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]],
         filled += size
     written = []
     for index, group in enumerate(groups, start=1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        file = (
+            "model.safetensors" if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        )
         offset = 0
         for number in sorted(group, key=lambda number: -tensors[number][2].itemsize):
             name, shape, dtype, parts = tensors[number]
@@ -172,12 +182,17 @@ class ExportPlan(Plan):
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about
         them."""
-        rest = [[tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
+        rest = [
+            [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
+            for tensor in self.written
+        ]
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
         begun = self.model.begun.source.identity() if isinstance(self.model, Completed) else []
         weights = [*self.checkpoint.identity(), *begun]
-        return self.fingerprint_with(weights, self.checkpoint.config, all_rules(self.architecture), rest, **options)
+        return self.fingerprint_with(
+            weights, self.checkpoint.config, all_rules(self.architecture), rest, **options
+        )
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
@@ -218,11 +233,17 @@ def plan_export(
         ConversionError: the checkpoint does not hold the model that its config describes.
     """
     if max_shard_bytes < 1:
-        raise ConversionError(f"max-shard-size = {max_shard_bytes}: at least one byte is needed", "leave it out, or pass 5GB")
+        raise ConversionError(
+            f"max-shard-size = {max_shard_bytes}: at least one byte is needed", "leave it out, or pass 5GB"
+        )
     if checkpoint.unanswered:
         raise ConversionError(
-            f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its trainer's settings",
-            f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a generation_config.json",
+            f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its "
+            "trainer's settings",
+            (
+                f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
+                "generation_config.json"
+            ),
         )
     if untouched_from is not None:
         completed = Completed(checkpoint.model, open_huggingface(open_dequantized(untouched_from)))
@@ -238,9 +259,14 @@ def plan_export(
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
     for place, parts in stored:
-        kept = {kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype) for part, _ in parts}
+        kept = {
+            kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype)
+            for part, _ in parts
+        }
         if len(kept) > 1:
-            raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
+            raise ConversionError(
+                f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one"
+            )
         written.append((place.name, place.shape, kept.pop(), parts))
     dtypes = {part.name: chosen for _, _, chosen, parts in written for part, _ in parts}
     return ExportPlan(
@@ -265,7 +291,10 @@ def _require_tower(checkpoint: MegatronCheckpoint) -> None:
     if not any(key.startswith(MEGATRON_PREFIX) for key in checkpoint.model.checkpoint):
         raise ConversionError(
             f"{checkpoint.directory} holds the text alone of a model that also sees, as training writes it",
-            "pass --untouched-from DIRECTORY of the model that was trained, or --allow-missing 'model.visual.*' to leave its tower out",
+            (
+                "pass --untouched-from DIRECTORY of the model that was trained, or --allow-missing "
+                "'model.visual.*' to leave its tower out"
+            ),
         )
 
 
@@ -282,12 +311,23 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
     if checkpoint.hf_directory is not None:
         refuse_changed_files(checkpoint.hf_directory, checkpoint.directory, checkpoint.recorded_files)
     there = {name for rule in rules for name in rule.hf_names}
-    problems = [f"{name!r} is in the checkpoint, and it does not know it" for name in sorted(there - set(manifest.tensors))]
-    gone = [name for name in manifest.tensors if name not in there and not is_excused([name], (*excused, *manifest.excused))]
+    problems = [
+        f"{name!r} is in the checkpoint, and it does not know it"
+        for name in sorted(there - set(manifest.tensors))
+    ]
+    gone = [
+        name
+        for name in manifest.tensors
+        if name not in there and not is_excused([name], (*excused, *manifest.excused))
+    ]
     problems += [f"{name!r} is in it, and not in the checkpoint" for name in gone]
     known = repeated_tensors(checkpoint.model.architecture)
-    doubled = [(name, original) for name, original in manifest.also_stored.items() if known.get(name) != original]
-    problems += [f"{name!r} repeats {original!r}, which no {manifest.family} model does" for name, original in doubled]
+    doubled = [
+        (name, original) for name, original in manifest.also_stored.items() if known.get(name) != original
+    ]
+    problems += [
+        f"{name!r} repeats {original!r}, which no {manifest.family} model does" for name, original in doubled
+    ]
     if problems:
         raise ConversionError(
             f"{checkpoint.directory / MANIFEST_FILE} and the checkpoint do not belong together",
@@ -337,11 +377,22 @@ def export_model(
         check_apart(plan.checkpoint.hf_directory, target, may_be_inside=True)
         artifacts(plan.checkpoint.hf_directory)  # refuses what cannot be copied at the end
         if plan.checkpoint.config_hash is not None:
-            refuse_changed_config(plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
+            refuse_changed_config(
+                plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory
+            )
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
-        raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
+        raise ConversionError(
+            f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
+        )
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
-    return convert(lambda staging: _Export(plan, staging, options), target, options, fingerprint, is_hf_directory, len(plan.written))
+    return convert(
+        lambda staging: _Export(plan, staging, options),
+        target,
+        options,
+        fingerprint,
+        is_hf_directory,
+        len(plan.written),
+    )
 
 
 class _Export(Conversion):
@@ -352,7 +403,13 @@ class _Export(Conversion):
 
     def __init__(self, plan: ExportPlan, staging: Staging, options: RunOptions) -> None:
         checkpoint = plan.checkpoint
-        super().__init__(plan, staging, Narrowing(asked=plan.dtype_asked is not None), checkpoint.manifest, checkpoint.directory)
+        super().__init__(
+            plan,
+            staging,
+            Narrowing(asked=plan.dtype_asked is not None),
+            checkpoint.manifest,
+            checkpoint.directory,
+        )
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
         self._tensors = {tensor.key: tensor for tensor in plan.written}
@@ -387,14 +444,18 @@ class _Export(Conversion):
         begin, dtype, shape = len(self._headers[tensor.file]) + tensor.offset, tensor.dtype, tensor.shape[1:]
         for index, parts in tensor.blocks.items():
             position = index * torch.Size(shape).numel() * dtype.itemsize
-            yield Chunk(name, (begin + position,), shape, dtype, [Rows(part, 0, place) for part, place in parts])
+            yield Chunk(
+                name, (begin + position,), shape, dtype, [Rows(part, 0, place) for part, place in parts]
+            )
         for part, place in () if tensor.blocks else tensor.parts:
             row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
             for start, stop in row_ranges(part.shape, dtype.itemsize):
                 # counted over the axis of experts too
                 row = place.start + start + (0 if place.index is None else place.index * place.shape[1])
                 position = row * row_bytes
-                yield Chunk(name, (begin + position,), (stop - start, *part.shape[1:]), dtype, [Rows(part, start)])
+                yield Chunk(
+                    name, (begin + position,), (stop - start, *part.shape[1:]), dtype, [Rows(part, start)]
+                )
 
     def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
         for chunk, tensor in chunks:
@@ -404,7 +465,9 @@ class _Export(Conversion):
 
     def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
         with self._opened.use(self.file_of(chunk.key)) as descriptor:
-            return read_box(descriptor, chunk.offsets[0], chunk.dtype, chunk.shape, whole(chunk.shape), chunk.key)
+            return read_box(
+                descriptor, chunk.offsets[0], chunk.dtype, chunk.shape, whole(chunk.shape), chunk.key
+            )
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         _write_rest(self._export, self.staging.directory, digests, notes)
@@ -420,13 +483,20 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
         if plan.checkpoint.config_hash is not None:
             refuse_changed_config(directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
     if plan.checkpoint.config_is_made:
-        (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
+        (directory / "config.json").write_text(
+            json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8"
+        )
     write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
-    tensors = {name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[name]) for name, (part, tensor) in own.items()}
+    tensors = {
+        name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[name])
+        for name, (part, tensor) in own.items()
+    }
     manifest = plan.checkpoint.manifest
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
     files = file_hashes(directory)
-    ConversionManifest(source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)
+    ConversionManifest(
+        source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files
+    ).write(directory)

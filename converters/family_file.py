@@ -46,10 +46,14 @@ def load_family_file(path: Path) -> Family:
     try:
         module = module_of_file(path)
     except PythonFileError as error:
-        raise ConversionError(f"{path} {error}", "mend the file, which has to define FAMILY; python FILE says where it fails") from error
+        raise ConversionError(
+            f"{path} {error}", "mend the file, which has to define FAMILY; python FILE says where it fails"
+        ) from error
     family = getattr(module, "FAMILY", None)
     if not isinstance(family, Family):
-        raise ConversionError(f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family")
+        raise ConversionError(
+            f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family"
+        )
     register_family(family)
     forget_rules()
     return family

@@ -191,7 +191,9 @@ def plan_import(
     if config is None:
         raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
     if vocab_multiple < 1:
-        raise ConversionError(f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128")
+        raise ConversionError(
+            f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128"
+        )
     architecture = as_stored(read_architecture(config, ignore_config_keys), source.names())
     if not allow_unsupported:
         _require_support(architecture)
@@ -236,7 +238,9 @@ def _require_support(architecture: Architecture) -> None:
     try:
         megatron_settings(architecture)
     except ConversionError as error:
-        raise ConversionError(error.what, f"{error.fix}; --allow-unsupported imports it all the same", error.details) from error
+        raise ConversionError(
+            error.what, f"{error.fix}; --allow-unsupported imports it all the same", error.details
+        ) from error
 
 
 def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:
@@ -291,7 +295,10 @@ class _Import(Conversion):
             refuse_changed_files(directory, directory, manifest.files)
         super().__init__(plan, staging, Narrowing(asked=True), manifest, directory)
         self._import, self._common_state, self._rules = plan, common_state, dict(plan.files)
-        self.pieces = {name: list(itertools.chain.from_iterable(rule.parts for rule in rules)) for name, rules in plan.files}
+        self.pieces = {
+            name: list(itertools.chain.from_iterable(rule.parts for rule in rules))
+            for name, rules in plan.files
+        }
         self.files = [[name] for name in self.pieces]
 
     def size(self, name: str) -> int:
@@ -307,13 +314,23 @@ class _Import(Conversion):
     def _chunks_of(self, rule: Rule) -> Iterator[Chunk]:
         """Yield the chunks of a parameter, which are ranges of its rows."""
         plan = self._import
-        shape, place, runs = plan.shape(rule), plan.place(rule), runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
+        shape, place, runs = (
+            plan.shape(rule),
+            plan.place(rule),
+            runs_of(rule, plan.architecture.head_dim, plan.padded_vocab),
+        )
         for start, stop in row_ranges(shape, plan.dtype(rule).itemsize):
             rows = []
             for run in runs:
                 low, high = max(start, run.position), min(stop, run.position + run.length)
                 if low < high:
-                    rows.append(Rows(rule.parts[run.part], run.start + low - run.position, slice(low - start, high - start)))
+                    rows.append(
+                        Rows(
+                            rule.parts[run.part],
+                            run.start + low - run.position,
+                            slice(low - start, high - start),
+                        )
+                    )
             offsets = (*place.index, start, *[0] * (len(shape) - 1))
             yield Chunk(place.key, offsets, (stop - start, *shape[1:]), plan.dtype(rule), rows)
 
@@ -321,14 +338,20 @@ class _Import(Conversion):
         file = ItemFile(self.file_of(name))
         try:
             for chunk, tensor in chunks:
-                file.add(chunk.key, chunk.offsets, tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape))
+                file.add(
+                    chunk.key,
+                    chunk.offsets,
+                    tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape),
+                )
         finally:
             file.close()
         return {"items": [dataclasses.astuple(item) for item in file.items]}
 
     def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
         item = _item(record["items"][number])
-        return read_item(self.staging.directory / item.file, item.begin, item.length, item.key).reshape(chunk.shape)
+        return read_item(self.staging.directory / item.file, item.begin, item.length, item.key).reshape(
+            chunk.shape
+        )
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
@@ -346,12 +369,16 @@ class _Import(Conversion):
             drop_quantization(beside)
         tensors, places = {}, {}
         for part in (part for rule in plan.rules for part in rule.parts):
-            tensors[part.name] = TensorRecord(dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name])
+            tensors[part.name] = TensorRecord(
+                dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name]
+            )
             place = locate(part, source)
             if place.name != part.name:
                 places[part.name] = dataclasses.asdict(place)
         family, also_stored, files = plan.architecture.family, dict(plan.also_stored), file_hashes(beside)
-        ConversionManifest(source.name, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)
+        ConversionManifest(
+            source.name, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files
+        ).write(directory)
 
 
 def _item(described: Sequence[Any]) -> StoredItem:

@@ -83,7 +83,10 @@ class MegatronCheckpoint:
 
     def identity(self) -> list[Any]:
         """Changes when the weights do: name, size and time of change of each file."""
-        places = [self.directory, *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory))]
+        places = [
+            self.directory,
+            *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory)),
+        ]
         return identity_of(path for place in places for path in sorted(place.iterdir()) if path.is_file())
 
 
@@ -104,7 +107,11 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint, options)
     hf_directory = options.hf_directory or _stored_config(directory, path)
     hash_of_config = None if hf_directory is None else config_hash(hf_directory)
-    config = _made_config(directory, settings, options, tensors) if hf_directory is None else _given_config(hf_directory, options)
+    config = (
+        _made_config(directory, settings, options, tensors)
+        if hf_directory is None
+        else _given_config(hf_directory, options)
+    )
     architecture = as_stored(read_architecture(config, options.ignored_config_keys), tensors)
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
@@ -119,7 +126,9 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         manifest,
         checkpoint,
         config_is_made=made,
-        unanswered=("--eos-token-id",) if made and config.get("eos_token_id") is None and options.eos_token_ids is None else (),
+        unanswered=("--eos-token-id",)
+        if made and config.get("eos_token_id") is None and options.eos_token_ids is None
+        else (),
         padding_is_free=settings is not None and manifest is None,
         weights=options.weights,
         config_hash=hash_of_config,
@@ -157,7 +166,9 @@ class Opened:
     @functools.cached_property
     def tensors(self) -> dict[str, HuggingFaceTensor]:
         """Hugging Face tensors that are there, by name."""
-        return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
+        return {
+            tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)
+        }
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """Return the dtype of a tensor; before an import widened it, if one did."""
@@ -188,7 +199,10 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
     """Return the config of a directory; what the options say as well must not contradict it."""
     config = read_config(hf_directory)
     if options.tokenizer is not None:
-        raise ConversionError(f"{hf_directory} already says which config and tokenizer belong to the model", "leave --tokenizer out")
+        raise ConversionError(
+            f"{hf_directory} already says which config and tokenizer belong to the model",
+            "leave --tokenizer out",
+        )
     said = (config.get("text_config") or config).get("vocab_size")
     if options.vocab_size not in (None, said):
         raise ConversionError(
@@ -198,18 +212,27 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
     return config
 
 
-def _made_config(directory: Path, settings: ForeignSettings | None, options: OpeningOptions, tensors: StoredTensors) -> dict[str, Any]:
+def _made_config(
+    directory: Path, settings: ForeignSettings | None, options: OpeningOptions, tensors: StoredTensors
+) -> dict[str, Any]:
     """A config made of what the trainer says."""
     if settings is None:
         raise ConversionError(
-            f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)", "pass --hf-config DIRECTORY of the model"
+            f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)",
+            "pass --hf-config DIRECTORY of the model",
         )
     if EMBEDDING not in tensors:
-        raise ConversionError(f"{directory} has no {EMBEDDING}", "give the checkpoint of a whole language model")
-    return derived_config(settings, vocab_size_of(settings, options, tensors.shape(EMBEDDING)[0]), token_entries(options))
+        raise ConversionError(
+            f"{directory} has no {EMBEDDING}", "give the checkpoint of a whole language model"
+        )
+    return derived_config(
+        settings, vocab_size_of(settings, options, tensors.shape(EMBEDDING)[0]), token_entries(options)
+    )
 
 
-def open_huggingface(source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()) -> HuggingFaceModel:
+def open_huggingface(
+    source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()
+) -> HuggingFaceModel:
     """Return the tensors of a Hugging Face checkpoint.
 
     Args:
@@ -236,7 +259,10 @@ def kind_of(path: Path) -> str:
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return HUGGING_FACE
     if not path.is_dir():
-        raise ConversionError(f"{path} is no directory", "give the directory of a Hugging Face model or of a Megatron checkpoint")
+        raise ConversionError(
+            f"{path} is no directory",
+            "give the directory of a Hugging Face model or of a Megatron checkpoint",
+        )
     find_checkpoint(path)
     return MEGATRON
 
@@ -287,4 +313,10 @@ def inspect_path(path: Path, options: OpeningOptions) -> Answer:
     """Say what a checkpoint is. Arguments and errors as of ``open_any``."""
     facts = describe(open_any(path, options))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
-    return 0, facts, "\n".join([*lines, "architecture:", *(f"  {key}: {value}" for key, value in facts["architecture"].items())])
+    return (
+        0,
+        facts,
+        "\n".join(
+            [*lines, "architecture:", *(f"  {key}: {value}" for key, value in facts["architecture"].items())]
+        ),
+    )

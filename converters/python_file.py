@@ -74,12 +74,19 @@ def _refuse_others_names(text: bytes, directory: Path) -> None:
     while unread:
         for name in set(_imported_names(unread.pop())) - seen:
             seen.add(name)
-            beside = [each for each in (directory / f"{name}.py", directory / name / "__init__.py") if each.is_file()]
+            beside = [
+                each
+                for each in (directory / f"{name}.py", directory / name / "__init__.py")
+                if each.is_file()
+            ]
             if not beside:
                 continue
             found = _origin_of(name)
             if found not in {str(each.resolve()) for each in beside}:
-                raise PythonFileError(f"imports {name}, which is beside it, but Python takes {found} for it; rename the one beside it")
+                raise PythonFileError(
+                    f"imports {name}, which is beside it, but Python takes {found} for it; rename the one "
+                    "beside it"
+                )
             unread.append(Path(found).read_bytes())
 
 

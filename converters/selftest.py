@@ -6,11 +6,13 @@ Of each variant of a tiny config (``variants``) it checks that
 * ``rules``: no name and no place has two rules, and every rule can be what it says (``converters.selftest``);
 * ``tensors``: the rules ask for every tensor that transformers saves, and for no other;
 * ``shards``: parameters cut over tensor-parallel ranks and put together again are what they were;
-* ``round trip``: import and export give the same bytes, in float32 with every element another, and in bfloat16;
+* ``round trip``: import and export give the same bytes, in float32 with every element another, and in
+  bfloat16;
 * ``accounting``: each tensor, taken away or renamed, is missed by name;
-* ``log-probabilities``: Megatron-Core computes from the rules' parameters what plain transformers computes. This alone can tell whether
-  two tensors of one shape have changed places; it runs where a Megatron-Core worker is at hand (``megarl convert``, not
-  ``python -m converters``) and transformers knows the family. Where it does not run, the result says why;
+* ``log-probabilities``: Megatron-Core computes from the rules' parameters what plain transformers computes.
+  This alone can tell whether two tensors of one shape have changed places; it runs where a Megatron-Core
+  worker is at hand (``megarl convert``, not ``python -m converters``) and transformers knows the family.
+  Where it does not run, the result says why;
 * ``config keys``: names those that a user's family calls its own and does not read.
 """
 
@@ -97,7 +99,10 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
     if rule.kind is Kind.ROW and len(shapes[0]) < 2:
         yield f"{rule.megatron_name}: {rule.kind} is cut by columns, and {rule.hf_names[0]} has none"
     if rule.kind is Kind.VOCAB and shapes[0][0] != architecture.vocab_size:
-        yield f"{rule.megatron_name}: {rule.kind} has {architecture.vocab_size} rows, {rule.hf_names[0]} has {shapes[0][0]}"
+        yield (
+            f"{rule.megatron_name}: {rule.kind} has {architecture.vocab_size} rows, {rule.hf_names[0]} "
+            f"has {shapes[0][0]}"
+        )
     if rule.kind is Kind.GROUPED:
         spans = shard_layout(rule, architecture.head_dim, 0, 1, 0).spans
         taken = Counter((span.part, row) for span in spans for row in range(span.start, span.stop))
@@ -106,7 +111,10 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
     if rule.kind is Kind.QKV:
         query, key, value = (shape[0] for shape in shapes)
         if key != value or key % architecture.head_dim or query % key:
-            yield f"{rule.megatron_name}: {query}, {key} and {value} rows are no heads of {architecture.head_dim} in groups"
+            yield (
+                f"{rule.megatron_name}: {query}, {key} and {value} rows are no heads of "
+                f"{architecture.head_dim} in groups"
+            )
 
 
 def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
@@ -116,7 +124,9 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
         for ranks in _TENSOR_PARALLEL_SIZES:
             padded = padded_vocab_size(architecture.vocab_size, ranks)
             try:
-                shards = [load_shard(rule, source, architecture, rank, ranks, padded) for rank in range(ranks)]
+                shards = [
+                    load_shard(rule, source, architecture, rank, ranks, padded) for rank in range(ranks)
+                ]
             except ConversionError:
                 if ranks == 1:
                     raise
@@ -128,7 +138,10 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
                 # a tensor that is stored in one piece under its own name is compared with what is stored
                 expected = source.read(part.name) if part.name in source else whole[part.name]
                 if not torch.equal(back[part.name], expected):
-                    yield f"{part.name}: cut over {ranks} ranks as {rule.kind} and put together again, it is another tensor"
+                    yield (
+                        f"{part.name}: cut over {ranks} ranks as {rule.kind} and put together again, it "
+                        "is another tensor"
+                    )
 
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
@@ -160,7 +173,9 @@ class Finding:
         return f"{self.result:<8}  {self.check:<17}  {self.variant}" + (f": {self.text}" if self.text else "")
 
 
-def selftest(family: Family, config: dict[str, Any], compute: ComputeLogprobs | None = None) -> Iterator[Finding]:
+def selftest(
+    family: Family, config: dict[str, Any], compute: ComputeLogprobs | None = None
+) -> Iterator[Finding]:
     """Check a family.
 
     Args:
@@ -180,7 +195,9 @@ def selftest(family: Family, config: dict[str, Any], compute: ComputeLogprobs | 
             yield Finding(variant, "config", "left out", f"refused: {'; '.join(error.details) or error.what}")
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            yield from _Variant(variant, family, changed, architecture, Path(temporary)).findings(compute, thorough=number == 0)
+            yield from _Variant(variant, family, changed, architecture, Path(temporary)).findings(
+                compute, thorough=number == 0
+            )
 
 
 @dataclass(frozen=True)
@@ -193,24 +210,39 @@ class _Variant:
 
     def findings(self, compute: ComputeLogprobs | None, thorough: bool) -> Iterator[Finding]:
         """Yield every check, until one fails that the next ones need."""
-        note = "" if is_known_to_transformers(self.family) else "made of the rules: transformers does not know the family"
+        note = (
+            ""
+            if is_known_to_transformers(self.family)
+            else "made of the rules: transformers does not know the family"
+        )
         found = self._checked("rules", lambda: _refuse([*rule_problems(self.architecture)]))
         yield found
         if found.result == "passed":
             save_random(self.model, self.config, self.family, self.architecture)
-            found = self._checked("tensors", lambda: check_source(open_source(self.model), self.architecture), note)
+            found = self._checked(
+                "tensors", lambda: check_source(open_source(self.model), self.architecture), note
+            )
             yield found
         if found.result == "failed":
             return
-        yield self._checked("shards", lambda: _refuse([*shard_problems(open_source(self.model), self.architecture)]))
+        yield self._checked(
+            "shards", lambda: _refuse([*shard_problems(open_source(self.model), self.architecture)])
+        )
         for dtype in (torch.float32, torch.bfloat16):
             yield self._checked("round trip", functools.partial(self._round_trip, dtype), dtype_name(dtype))
         if thorough:
             yield self._checked("accounting", self._accounting)
         yield self._logprobs(compute)
-        unread = unread_keys(with_defaults(self.config), self.family) if thorough and not is_built_in(self.family) else []
+        unread = (
+            unread_keys(with_defaults(self.config), self.family)
+            if thorough and not is_built_in(self.family)
+            else []
+        )
         if unread:
-            text = f"nothing reads {', '.join(unread)}: right if they change nothing, which a comparison of tiny models cannot show"
+            text = (
+                f"nothing reads {', '.join(unread)}: right if they change nothing, which a comparison of "
+                "tiny models cannot show"
+            )
             yield Finding(self.name, "config keys", "left out", text)
 
     @property
@@ -232,11 +264,18 @@ class _Variant:
         name = dtype_name(dtype)
         source, middle, back = (self.directory / f"{step}-{name}" for step in ("source", "middle", "back"))
         save_unique(source, self.model, self.architecture, dtype)
-        import_model(plan_import(open_source(source), vocab_multiple=_VOCABULARY_MULTIPLE, allow_unsupported=True), middle)
+        import_model(
+            plan_import(open_source(source), vocab_multiple=_VOCABULARY_MULTIPLE, allow_unsupported=True),
+            middle,
+        )
         export_model(plan_export(open_megatron(middle)), back)
         differences = verify(open_any(source), open_any(back)) + verify(open_any(source), open_any(middle))
         before, after = stored_tensors(source), stored_tensors(back)
-        differing = [tensor for tensor in before if tensor not in after or not torch.equal(before[tensor], after[tensor])]
+        differing = [
+            tensor
+            for tensor in before
+            if tensor not in after or not torch.equal(before[tensor], after[tensor])
+        ]
         _refuse([str(one) for one in differences] + [f"{tensor} is not what it was" for tensor in differing])
 
     def _accounting(self) -> None:
@@ -251,7 +290,11 @@ class _Variant:
                 try:
                     check_source(open_source(changed), self.architecture, compare_tied=False)
                 except ConversionError as error:
-                    unnamed = [each for each in (name, *(set(stored) - set(tensors))) if each not in "\n".join(error.details)]
+                    unnamed = [
+                        each
+                        for each in (name, *(set(stored) - set(tensors)))
+                        if each not in "\n".join(error.details)
+                    ]
                     problems += [f"{each} is not named when it is wrong" for each in unnamed]
                 else:
                     problems.append(f"{name} is not missed")
@@ -260,21 +303,37 @@ class _Variant:
     def _logprobs(self, compute: ComputeLogprobs | None) -> Finding:
         check = "log-probabilities"
         if compute is None:
-            return Finding(self.name, check, "left out", "no Megatron-Core worker at hand: run this as megarl convert selftest")
+            return Finding(
+                self.name,
+                check,
+                "left out",
+                "no Megatron-Core worker at hand: run this as megarl convert selftest",
+            )
         if not is_known_to_transformers(self.family):
             return Finding(self.name, check, "left out", "transformers does not know the family")
         try:
             megatron_settings(self.architecture)
         except ConversionError as error:
             return Finding(self.name, check, "left out", f"Megatron-Core has no such model: {error.what}")
-        tokens = torch.randint(0, self.architecture.vocab_size, _TOKENS, generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(
+            0, self.architecture.vocab_size, _TOKENS, generator=torch.Generator().manual_seed(1)
+        )
         try:
-            chosen = logits_of(self.model, tokens).log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
-            difference = float((compute(self.model, tokens) - torch.nn.functional.pad(chosen, (1, 0))).abs().max())
+            chosen = (
+                logits_of(self.model, tokens)
+                .log_softmax(-1)[:, :-1]
+                .gather(2, tokens[:, 1:, None])
+                .squeeze(2)
+            )
+            difference = float(
+                (compute(self.model, tokens) - torch.nn.functional.pad(chosen, (1, 0))).abs().max()
+            )
         except ConversionError as error:
             return Finding(self.name, check, "failed", str(error))
         result: Literal["passed", "failed"] = "passed" if difference <= LOGPROB_BOUND else "failed"
-        return Finding(self.name, check, result, f"largest difference {difference:.3g}, bound {LOGPROB_BOUND:g}")
+        return Finding(
+            self.name, check, result, f"largest difference {difference:.3g}, bound {LOGPROB_BOUND:g}"
+        )
 
 
 def _refuse(problems: list[str]) -> None:
@@ -319,8 +378,15 @@ def selftest_of(
         compute = stack.enter_context(megatron(family_files)) if megatron is not None else None
         findings = list(selftest(family, tiny, compute))
     counts = Counter(finding.result for finding in findings)
-    summary = f"{family.model_type}: {', '.join(f'{counts[result]} {result}' for result in ('passed', 'failed', 'left out'))}"
-    facts = {"family": family.model_type, "passed": not counts["failed"], "findings": [asdict(finding) for finding in findings]}
+    summary = (
+        f"{family.model_type}: "
+        f"{', '.join(f'{counts[result]} {result}' for result in ('passed', 'failed', 'left out'))}"
+    )
+    facts = {
+        "family": family.model_type,
+        "passed": not counts["failed"],
+        "findings": [asdict(finding) for finding in findings],
+    }
     return (FAILED if counts["failed"] else 0), facts, "\n".join([*map(str, findings), summary])
 
 

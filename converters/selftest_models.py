@@ -67,15 +67,25 @@ def tiny_config(family: Family) -> dict[str, Any]:
 
     like = config_class_name(family)
     if like is None:
-        raise ConversionError(f"model_type = {family.model_type!r} has no config class in transformers to make a tiny model of", _FIX)
+        raise ConversionError(
+            f"model_type = {family.model_type!r} has no config class in transformers to make a tiny model of",
+            _FIX,
+        )
     try:
         defaults = AutoConfig.for_model(like).to_dict()
         further = {key: value for key, value in _FURTHER_SIZES.items() if key in defaults}
         described = AutoConfig.for_model(like, **_sizes(defaults), **further).to_dict()
     # config classes check their values each in their own way
     except Exception as error:
-        raise ConversionError(f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX) from error
-    return {**described, "model_type": family.model_type, "architectures": [family.architecture_class], "dtype": "float32"}
+        raise ConversionError(
+            f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX
+        ) from error
+    return {
+        **described,
+        "model_type": family.model_type,
+        "architectures": [family.architecture_class],
+        "dtype": "float32",
+    }
 
 
 def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +116,9 @@ def is_known_to_transformers(family: Family) -> bool:
     return (renamed_class(family.model_type) or family.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def save_random(directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture) -> None:
+def save_random(
+    directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture
+) -> None:
     """A model with random weights: saved by transformers where it knows the family, else made of the tensors
     of the rules."""
     torch.manual_seed(0)
@@ -116,13 +128,18 @@ def save_random(directory: Path, config: Mapping[str, Any], family: Family, arch
 
         # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16
         # bytes
-        model = AutoModelForCausalLM.from_config(make_hf_config(config), dtype=torch.float32, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            make_hf_config(config), dtype=torch.float32, experts_implementation="eager"
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(_random(parameter))
         model.save_pretrained(directory)
     else:
-        save_tensors(directory, {tensor.name: _random(torch.empty(tensor.shape)) for tensor in hf_tensors(architecture)})
+        save_tensors(
+            directory,
+            {tensor.name: _random(torch.empty(tensor.shape)) for tensor in hf_tensors(architecture)},
+        )
     (directory / "config.json").write_text(json.dumps(dict(config), indent=1), encoding="utf-8")
 
 
@@ -138,7 +155,9 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
         wanted = torch.float32 if name in stay else dtype
         if wanted is torch.float32:
             # multiples of 2^-12 up to 2^11: exact, and unlike one another
-            tensors[name] = (torch.arange(count, count + tensor.numel(), dtype=torch.float32) / 4096 - 1024).reshape(tensor.shape)
+            tensors[name] = (
+                torch.arange(count, count + tensor.numel(), dtype=torch.float32) / 4096 - 1024
+            ).reshape(tensor.shape)
             count += tensor.numel()
         else:
             tensors[name] = _random(tensor).to(dtype)
@@ -147,7 +166,11 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a Hugging Face directory."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -33,7 +33,9 @@ class Untouched:
 
     def __str__(self) -> str:
         """Return what they are, with their number; empty where there are none."""
-        counts = {what: sum(name.startswith(prefix) for name in self._names) for prefix, what in _PREFIXES.items()}
+        counts = {
+            what: sum(name.startswith(prefix) for name in self._names) for prefix, what in _PREFIXES.items()
+        }
         return " and ".join(f"{what} ({count} tensors)" for what, count in counts.items() if count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -61,9 +63,13 @@ class Completed(MegatronModel):
     """
 
     def __init__(self, trained: MegatronModel, begun: HuggingFaceModel) -> None:
-        if replace(trained.architecture, prediction_layers=begun.architecture.prediction_layers) != begun.architecture:
+        if (
+            replace(trained.architecture, prediction_layers=begun.architecture.prediction_layers)
+            != begun.architecture
+        ):
             raise ConversionError(
-                f"--untouched-from {begun.source.directory}: its config.json describes another model than the checkpoint's",
+                f"--untouched-from {begun.source.directory}: its config.json describes another model than "
+                "the checkpoint's",
                 "give the directory of the model that was trained",
             )
         super().__init__(trained.checkpoint, begun.architecture)

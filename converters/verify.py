@@ -52,7 +52,9 @@ def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> It
         for detail in error.details or (error.what,):
             yield Difference("keys", opened.path.name, detail)
         return
-    if isinstance(opened.model, MegatronModel) and not (opened.megatron is not None and opened.megatron.padding_is_free):
+    if isinstance(opened.model, MegatronModel) and not (
+        opened.megatron is not None and opened.megatron.padding_is_free
+    ):
         yield from padding_differences(opened.model)
     if opened.manifest is not None or is_alone:
         yield from content_problems(opened, excused)
@@ -127,15 +129,24 @@ def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
 
 def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
     """Return patterns of the names that a conversion which made one of the checkpoints was excused from."""
-    return tuple(dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused))
+    return tuple(
+        dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused)
+    )
 
 
-def scope(opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def scope(
+    opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
     """Return what ``verify`` of one or two checkpoints checked, and what it did not, in words."""
-    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(opened)]
+    checked, unchecked = (
+        ["names, shapes and dtypes of all tensors against config.json"],
+        [*_unchecked_files(opened)],
+    )
     for each in opened:
         if each.megatron is not None and each.megatron.stored.objects and each.manifest is None:
-            unchecked.append(f"the {len(each.megatron.stored.objects)} objects of {each.path.name} that are no tensors")
+            unchecked.append(
+                f"the {len(each.megatron.stored.objects)} objects of {each.path.name} that are no tensors"
+            )
     if any(each.megatron is not None for each in opened):
         checked.append("every element is stored exactly once; rows behind the vocabulary are zero")
     if _has_kind(found, "keys"):
@@ -145,12 +156,18 @@ def scope(opened: Sequence[Opened], found: Sequence[Difference], excused: Sequen
             files = " and files beside the weights" if each.recorded_files else ""
             checked.append(f"the values{files} of {each.path.name} against the hashes in its {MANIFEST_FILE}")
     if len(opened) == 2:
-        settings = "" if any(each.config is None for each in opened) else ", special tokens and defaults of text generation"
+        settings = (
+            ""
+            if any(each.config is None for each in opened)
+            else ", special tokens and defaults of text generation"
+        )
         files = "" if any(each.files is None for each in opened) else ", tokenizer and chat templates"
         checked.append(f"config{settings}{files} and values of both, bit for bit")
     elif opened[0].manifest is None:
         checked.append("every value was read" if found else "every value was read and is finite")
-        unchecked.insert(0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint")
+        unchecked.insert(
+            0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint"
+        )
     names = [*excused, *recorded_excuses(opened)]
     return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
 
@@ -172,7 +189,9 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
         yield "tokenizer and other files beside the weights: there are none on one side"
         return
     left, right = hashes
-    silent = [name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)]
+    silent = [
+        name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)
+    ]
     if silent:
         yield f"files that differ and say nothing of the model: {', '.join(silent)}"
 
@@ -213,9 +232,17 @@ def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Te
 
     config = known_config(directory)
     language = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    scoring = AutoModelForTokenClassification if head is not None and head.bias else AutoModelForSequenceClassification
+    scoring = (
+        AutoModelForTokenClassification
+        if head is not None and head.bias
+        else AutoModelForSequenceClassification
+    )
     # the grouped product of experts that transformers prefers does not take every width
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
     model_class: Any = language if head is None else scoring
     model = model_class.from_pretrained(directory, config=config, **options).eval()
     with torch.no_grad():
@@ -229,7 +256,9 @@ def _logits(opened: Opened) -> Tensor:
         if opened.megatron is not None:
             directory = Path(temporary) / "model"
             export_model(plan_export(opened.megatron), directory)
-        elif isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+        elif isinstance(opened.model, HuggingFaceModel) and isinstance(
+            opened.model.source, DequantizedSource
+        ):
             # transformers computes with quantised weights on a GPU alone
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
@@ -243,7 +272,12 @@ DIFFERENT = 1
 
 
 def verify_paths(
-    paths: Sequence[Path], options: OpeningOptions, excused: Sequence[str], *, logits: bool, lora: Path | None = None
+    paths: Sequence[Path],
+    options: OpeningOptions,
+    excused: Sequence[str],
+    *,
+    logits: bool,
+    lora: Path | None = None,
 ) -> Answer:
     """Verify one checkpoint, or two against each other.
 
@@ -258,13 +292,20 @@ def verify_paths(
         ConversionError: it cannot be done, or a file is damaged.
     """
     if len(paths) > 2:
-        raise ConversionError(f"verify takes one or two checkpoints, not {len(paths)}", "leave the others out")
+        raise ConversionError(
+            f"verify takes one or two checkpoints, not {len(paths)}", "leave the others out"
+        )
     if logits and len(paths) != 2:
-        raise ConversionError("--logits compares two checkpoints, and one was given", "give the second, or leave --logits out")
+        raise ConversionError(
+            "--logits compares two checkpoints, and one was given", "give the second, or leave --logits out"
+        )
     opened = [open_any(path, options) for path in paths]
     if lora is not None:
         if logits or len(opened) != 2:
-            raise ConversionError("--lora compares the values of two checkpoints", "give two checkpoints, and leave --logits out")
+            raise ConversionError(
+                "--lora compares the values of two checkpoints",
+                "give two checkpoints, and leave --logits out",
+            )
         opened[0] = merge_opened(opened[0], lora, opened[1])
     one, other = opened[0], opened[1] if len(opened) == 2 else None
     found = verify(one, other, excused)

@@ -34,11 +34,13 @@ INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
 _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
-"""What a traceback has where a process was to be started; a lock that is held is refused with the same error of the system."""
+"""What a traceback has where a process was to be started; a lock that is held is refused with the same error
+of the system."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that repeats no secret of a command line that it refuses. Sub-commands have the class of their parser."""
+    """A parser that repeats no secret of a command line that it refuses. Sub-commands have the class of their
+    parser."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted_text(message))
@@ -46,34 +48,48 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser: argparse.ArgumentParser = _Parser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="megarl", description="Reinforcement learning of language models on Megatron-Core."
+    )
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="run an algorithm",
         usage="megarl train CONFIG [key=value ...] [--with FILE] [--stop-at TIME] [--dry-run [--data]]",
-        description="Run the algorithm of a configuration file. An unfinished run goes on from its newest checkpoint.",
+        description="Run the algorithm of a configuration file. An unfinished run goes on from its newest "
+        "checkpoint.",
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
-        "SIGTERM, SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop it after the step it is in, with "
+        "SIGTERM, SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop "
+        "it after the step it is in, with "
         "a checkpoint; a second Ctrl-C or SIGTERM at once. "
-        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was lost, or something took longer "
+        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was "
+        "lost, or something took longer "
         "than its deadline, 75 stopped and saved (start it again), 1 any other failure, 130 interrupted.",
     )
     train.set_defaults(parser=train)
-    train.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
+    train.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)"
+    )
     add_layers(train)
     train.add_argument(
-        "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check configuration and model, show ranks, batches and memory, and start nothing",
     )
     train.add_argument(
         "--stop-at",
         type=_time,
         metavar="TIME",
-        help="save and stop while there is time for it before then: 2026-11-26T18:30, or +3:45 for 3 h 45 min from now; "
+        help="save and stop while there is time for it before then: 2026-11-26T18:30, or +3:45 for 3 h 45 "
+        "min from now; "
         "in a Slurm job the end of the job, where Slurm says it (SLURM_JOB_END_TIME)",
     )
-    train.add_argument("--data", action="store_true", help="with --dry-run: check tokenizer, chat template and all records as well")
+    train.add_argument(
+        "--data",
+        action="store_true",
+        help="with --dry-run: check tokenizer, chat template and all records as well",
+    )
     add_eval(commands)
     listed = commands.add_parser(
         "recipes",
@@ -84,11 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
     keys = commands.add_parser(
         "keys",
         help="search the keys of configurations",
-        description="Keys that have all of the words in their names or meanings, with values and defaults; and what other trainers' keys "
+        description="Keys that have all of the words in their names or meanings, with values and defaults; "
+        "and what other trainers' keys "
         "of these names are here.",
         epilog="Exit codes: 0 some were found, 1 none.",
     )
-    keys.add_argument("words", nargs="*", metavar="WORD", help="part of a name or a meaning; without one, all keys")
+    keys.add_argument(
+        "words", nargs="*", metavar="WORD", help="part of a name or a meaning; without one, all keys"
+    )
     add_watch(commands)
     add_parity(commands)
     add_convert(commands)
@@ -101,24 +120,46 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
-        usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR] [--adapter DIR | --checkpoint DIR] [--json FILE] [--dry-run]",
-        description="Sample and score responses to the validation sets of a configuration, without a trainer: no optimizer, no reference "
-        "policy, no training data. The figures are those that a run of it logs for these weights, to the last digit where it generates on "
+        usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR] [--adapter DIR | --checkpoint "
+        "DIR] [--json FILE] [--dry-run]",
+        description="Sample and score responses to the validation sets of a configuration, without a "
+        "trainer: no optimizer, no reference "
+        "policy, no training data. The figures are those that a run of it logs for these weights, to the "
+        "last digit where it generates on "
         "the same ranks by the same engine.",
-        epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, or "
+        epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a "
+        "worker or a node was lost, or "
         "took longer than its deadline, 1 any other failure, 130 interrupted.",
     )
     evaluate.set_defaults(parser=evaluate)
-    evaluate.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
-    add_layers(evaluate)
-    evaluate.add_argument("--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name")
-    evaluate.add_argument("--adapter", metavar="DIR", help="merge this LoRA adapter, a directory of PEFT, into the model as it is read")
-    evaluate.add_argument("--checkpoint", metavar="DIR", type=Path, help="take the weights of this checkpoint of a run, a directory step_N")
     evaluate.add_argument(
-        "--json", metavar="FILE", type=Path, help="write the result there (default evaluations/NAME.json in the run's directory)"
+        "config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)"
+    )
+    add_layers(evaluate)
+    evaluate.add_argument(
+        "--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name"
     )
     evaluate.add_argument(
-        "--dry-run", action="store_true", help="check configuration, model and checkpoint, show the sets, and start nothing"
+        "--adapter",
+        metavar="DIR",
+        help="merge this LoRA adapter, a directory of PEFT, into the model as it is read",
+    )
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        help="take the weights of this checkpoint of a run, a directory step_N",
+    )
+    evaluate.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write the result there (default evaluations/NAME.json in the run's directory)",
+    )
+    evaluate.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check configuration, model and checkpoint, show the sets, and start nothing",
     )
 
 
@@ -127,17 +168,21 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     status = commands.add_parser(
         "status",
         help="show the status of a run",
-        description="Progress, checkpoints, restarts, memory, metrics and the time of each phase of a run, also while it trains.",
+        description="Progress, checkpoints, restarts, memory, metrics and the time of each phase of a run, "
+        "also while it trains.",
     )
     status.add_argument("run", metavar="RUN", help="directory of the run")
     status.add_argument("--json", action="store_true", help="as JSON")
     status.add_argument(
-        "--hashes", action="store_true", help="read every byte of the newest checkpoint, instead of comparing names and sizes"
+        "--hashes",
+        action="store_true",
+        help="read every byte of the newest checkpoint, instead of comparing names and sizes",
     )
     plot = commands.add_parser(
         "plot",
         help="draw the metrics of one run or of several",
-        description="One run: pictures and report.html in its directory. Several, or a directory of runs: comparison.html beside them. "
+        description="One run: pictures and report.html in its directory. Several, or a directory of runs: "
+        "comparison.html beside them. "
         "The pages need nothing but a browser.",
     )
     plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
@@ -148,25 +193,35 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="check this machine: what is installed, what works, and how to get what is missing",
         usage="megarl doctor [--run-dir DIR] [--transformer-engine] [--json]\n"
         "       megarl doctor --nodes [CONFIG [key=value ...] [--with FILE]] [--json]",
-        description="Versions, devices, whether packages fit together, a real all-reduce between two processes, shared memory, limits and, "
+        description="Versions, devices, whether packages fit together, a real all-reduce between two "
+        "processes, shared memory, limits and, "
         "with --run-dir, the file system; or, with --nodes, a whole Ray cluster.",
         epilog="Exit codes: 0 megarl can work here, 1 something that it needs is missing or does not work.",
     )
     doctor.set_defaults(parser=doctor)
-    doctor.add_argument("--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind")
+    doctor.add_argument(
+        "--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind"
+    )
     doctor.add_argument(
         "--transformer-engine",
         action="store_true",
-        help="fail where Transformer Engine does not load, as a run with policy.megatron_cfg.transformer_engine = true does",
+        help="fail where Transformer Engine does not load, as a run with "
+        "policy.megatron_cfg.transformer_engine = true does",
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.add_argument(
         "--nodes",
         action="store_true",
-        help="check the Ray cluster that RAY_ADDRESS names instead of this machine: its nodes and GPUs against CONFIG, and an all-reduce "
+        help="check the Ray cluster that RAY_ADDRESS names instead of this machine: its nodes and GPUs "
+        "against CONFIG, and an all-reduce "
         "over all ranks",
     )
-    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="with --nodes: the run that the cluster is for, as of megarl train")
+    doctor.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="with --nodes: the run that the cluster is for, as of megarl train",
+    )
     add_layers(doctor)
 
 
@@ -175,23 +230,44 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     samples = commands.add_parser(
         "samples",
         help="show prompts and responses of a run",
-        description="Prompts, responses, rewards and lengths that a run has left in its directory (logger.samples), of the newest step "
+        description="Prompts, responses, rewards and lengths that a run has left in its directory "
+        "(logger.samples), of the newest step "
         "unless another is given. megarl plot has them in report.html, with the same choices.",
     )
     samples.add_argument("run", metavar="RUN", help="directory of the run")
     samples.add_argument("--step", type=int, metavar="N", help="samples of this step")
-    samples.add_argument("--validation", action="store_true", help="samples of validations, not of training steps")
+    samples.add_argument(
+        "--validation", action="store_true", help="samples of validations, not of training steps"
+    )
     chosen = samples.add_mutually_exclusive_group()
-    chosen.add_argument("--worst", dest="order", action="store_const", const="worst", help="lowest reward first")
-    chosen.add_argument("--best", dest="order", action="store_const", const="best", help="highest reward first")
-    chosen.add_argument("--longest", dest="order", action="store_const", const="longest", help="longest response first, in tokens")
+    chosen.add_argument(
+        "--worst", dest="order", action="store_const", const="worst", help="lowest reward first"
+    )
+    chosen.add_argument(
+        "--best", dest="order", action="store_const", const="best", help="highest reward first"
+    )
+    chosen.add_argument(
+        "--longest",
+        dest="order",
+        action="store_const",
+        const="longest",
+        help="longest response first, in tokens",
+    )
     chosen.add_argument(
         "--grep",
         metavar="TEXT",
-        help="only samples with this text in prompt or response, in any case; without --step, of all steps, newest first",
+        help="only samples with this text in prompt or response, in any case; without --step, of all steps, "
+        "newest first",
     )
-    chosen.add_argument("--diff", type=int, metavar="STEP", help="responses to the same prompts at that step and at --step, side by side")
-    samples.add_argument("--number", type=int, default=5, metavar="K", help="maximum number of samples (default 5)")
+    chosen.add_argument(
+        "--diff",
+        type=int,
+        metavar="STEP",
+        help="responses to the same prompts at that step and at --step, side by side",
+    )
+    samples.add_argument(
+        "--number", type=int, default=5, metavar="K", help="maximum number of samples (default 5)"
+    )
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
@@ -202,12 +278,14 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given several times",
+        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given "
+        "several times",
     )
     parser.add_argument(
         "--allow-env",
         action="store_true",
-        help="let the configuration take values of environment variables, ${oc.env:NAME}; they are not written into the files of a run",
+        help="let the configuration take values of environment variables, ${oc.env:NAME}; they are not "
+        "written into the files of a run",
     )
 
 
@@ -215,7 +293,11 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """The sub-command ``convert``, which works without anything else of megarl."""
     from converters.command import build_parser as add_arguments
 
-    add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron-Core, and verify them"))
+    add_arguments(
+        commands.add_parser(
+            "convert", help="convert checkpoints between Hugging Face and Megatron-Core, and verify them"
+        )
+    )
 
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -225,42 +307,80 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parity = commands.add_parser(
         "parity",
         help="compare layouts with plain transformers",
-        description="Run random tiny models, layouts, batches and losses on the backends, on a CPU, and compare log-probabilities, losses, "
-        "metrics, gradient norms and the weights after two optimizer steps with one process of plain transformers.",
-        epilog="Exit codes: 0 all agree (with --prove: all faults are caught), 1 otherwise, 2 wrong arguments, 130 interrupted.",
+        description="Run random tiny models, layouts, batches and losses on the backends, on a CPU, and "
+        "compare log-probabilities, losses, "
+        "metrics, gradient norms and the weights after two optimizer steps with one process of plain "
+        "transformers.",
+        epilog="Exit codes: 0 all agree (with --prove: all faults are caught), 1 otherwise, 2 wrong "
+        "arguments, 130 interrupted.",
     )
     parity.add_argument("--cases", type=int, default=100, metavar="N", help="random cases (default 100)")
-    parity.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default 0)")
-    parity.add_argument("--backend", nargs="+", default=[], choices=["megatron", "dtensor", "fsdp1"], help="only these backends")
-    parity.add_argument("--max-world", type=int, default=8, metavar="N", help="maximum number of ranks of a case (default 8)")
-    parity.add_argument("--only", default="", metavar="WORDS", help='what every random case has, for example "cp=2 batching=packed"')
+    parity.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random cases (default 0)"
+    )
+    parity.add_argument(
+        "--backend",
+        nargs="+",
+        default=[],
+        choices=["megatron", "dtensor", "fsdp1"],
+        help="only these backends",
+    )
+    parity.add_argument(
+        "--max-world", type=int, default=8, metavar="N", help="maximum number of ranks of a case (default 8)"
+    )
+    parity.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help='what every random case has, for example "cp=2 batching=packed"',
+    )
     parity.add_argument("--case", metavar="LINE", help="run this one case, as printed by a failure")
     further = "; in this checkout also those of tests/mutations" if MUTATIONS.is_file() else ""
     kinds = "logprobs, loss, metric, grad_norm or weights"
-    parity.add_argument("--mutate", metavar="NAME", help=f"plant a fault in the workers; with --prove also all of a kind: {kinds}{further}")
     parity.add_argument(
-        "--prove", action="store_true", help="plant every fault, one after the other, or those of --mutate; each has to be caught"
+        "--mutate",
+        metavar="NAME",
+        help=f"plant a fault in the workers; with --prove also all of a kind: {kinds}{further}",
+    )
+    parity.add_argument(
+        "--prove",
+        action="store_true",
+        help="plant every fault, one after the other, or those of --mutate; each has to be caught",
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parity.add_argument("--job-seconds", type=float, default=120, metavar="N", help="how long the workers of a case may take (default 120)")
+    parity.add_argument(
+        "--job-seconds",
+        type=float,
+        default=120,
+        metavar="N",
+        help="how long the workers of a case may take (default 120)",
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line. Overrides of a configuration may stand anywhere among the options.
 
     Returns:
-        The arguments, with ``overrides`` and, of a command that takes a configuration, ``strangers``: options that it does not have, with
-        their values.
+        The arguments, with ``overrides`` and, of a command that takes a configuration, ``strangers``: options
+        that it does not have, with their values.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     if words and words[0] not in parser.get_default("commands") and _is_algorithm(words[0]):
-        parser.error(f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes lists those of it")
+        parser.error(
+            f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes "
+            "lists those of it"
+        )
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
-    takes_configuration = arguments.command in {"train", "eval"} or (arguments.command == "doctor" and arguments.nodes)
+    takes_configuration = arguments.command in {"train", "eval"} or (
+        arguments.command == "doctor" and arguments.nodes
+    )
     if not takes_configuration and rest:
-        parser.error(f"unrecognized argument: {(unknown or rest)[0]}; megarl {arguments.command} --help lists what there is")
+        parser.error(
+            f"unrecognized argument: {(unknown or rest)[0]}; megarl {arguments.command} --help lists what "
+            "there is"
+        )
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
         strangers = arguments.strangers
@@ -280,7 +400,11 @@ def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Na
     """Exit with a message where arguments do not go together."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
-    if arguments.command == "eval" and arguments.checkpoint is not None and (arguments.model or arguments.adapter):
+    if (
+        arguments.command == "eval"
+        and arguments.checkpoint is not None
+        and (arguments.model or arguments.adapter)
+    ):
         parser.error("--checkpoint has the weights of a whole run: give it alone, or --model and --adapter")
     if arguments.command == "samples" and arguments.number < 1:
         parser.error(f"--number {arguments.number} is below 1")
@@ -300,8 +424,11 @@ def _is_override(word: str) -> bool:
     return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
 
 
-def _without_options(words: Sequence[str], unknown: Collection[str]) -> tuple[list[tuple[str, object]], list[str]]:
-    """Take options that a command does not have, each with the words that are its values, out of a command line.
+def _without_options(
+    words: Sequence[str], unknown: Collection[str]
+) -> tuple[list[tuple[str, object]], list[str]]:
+    """Take options that a command does not have, each with the words that are its values, out of a command
+    line.
 
     A word that names a recipe or a YAML file is CONFIG rather than a value.
     """
@@ -311,7 +438,9 @@ def _without_options(words: Sequence[str], unknown: Collection[str]) -> tuple[li
     kept: list[str] = []
     values: list[str] | None = None
     for word in [*words, "-"]:
-        if values is not None and ((word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)):
+        if values is not None and (
+            (word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)
+        ):
             taken[-1] = (taken[-1][0], True if not values else values[0] if len(values) == 1 else values)
             values = None
         if word in unknown:
@@ -367,7 +496,9 @@ def load_and_check(
             config = load_config(file, own, files, allow_env=allow_env)
             # A configuration that a run has left names the recipe that the run was started from.
             config.setdefault("recipe", name_of(file))
-            checked = validate_config(with_environment(config), config["recipe"], lambda: followers_of(file, own, files))
+            checked = validate_config(
+                with_environment(config), config["recipe"], lambda: followers_of(file, own, files)
+            )
     except ConfigError as error:
         found = list(error.violations)
         text = "" if found else str(error)
@@ -380,11 +511,17 @@ def load_and_check(
 
 
 def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a command line; after a fault of its options, with the usage of the command."""
+    """Return the configuration of a command line; after a fault of its options, with the usage of the
+    command."""
     options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
     try:
         return load_and_check(
-            arguments.config, [*arguments.overrides, *more], arguments.layers, arguments.allow_env, arguments.strangers, options
+            arguments.config,
+            [*arguments.overrides, *more],
+            arguments.layers,
+            arguments.allow_env,
+            arguments.strangers,
+            options,
         )
     except ConfigError as error:
         if arguments.config is not None and not arguments.strangers:
@@ -399,16 +536,27 @@ def list_recipes(as_json: bool) -> int:
 
     shipped = {part: list(recipes(part)) for part in PARTS}
     if as_json:
-        rows = [{"name": each.name, "path": str(each.path), "summary": each.summary} for part in PARTS for each in shipped[part]]
+        rows = [
+            {"name": each.name, "path": str(each.path), "summary": each.summary}
+            for part in PARTS
+            for each in shipped[part]
+        ]
         print(json.dumps(rows, indent=1))
         return 0
-    titles = {"": "Recipes", "quickstart": "Quickstart: a tiny model on a CPU", "base": "Parts of recipes, for --with or defaults"}
+    titles = {
+        "": "Recipes",
+        "quickstart": "Quickstart: a tiny model on a CPU",
+        "base": "Parts of recipes, for --with or defaults",
+    }
     for part in PARTS:
         print(f"{titles[part]}\n")
         for each in shipped[part]:
             print(f"{each.name}\n    {each.summary}")
         print()
-    print("megarl train NAME --dry-run shows what one would do; megarl train NAME key=value changes it; megarl keys WORD finds keys.")
+    print(
+        "megarl train NAME --dry-run shows what one would do; megarl train NAME key=value changes it; "
+        "megarl keys WORD finds keys."
+    )
     return 0
 
 
@@ -460,7 +608,8 @@ def _train(arguments: argparse.Namespace) -> int:
     misnamed = misnamed_directory(arguments.config, config["run_dir"])
     if misnamed is not None:
         print(
-            f"megarl: warning: {misnamed} holds a run, perhaps of this recipe, whose name earlier versions cut at its last dot: "
+            f"megarl: warning: {misnamed} holds a run, perhaps of this recipe, whose name earlier versions "
+            "cut at its last dot: "
             f"run_dir={misnamed} resumes it. This run goes to {config['run_dir']}",
             file=sys.stderr,
         )
@@ -512,7 +661,9 @@ def show(config: RunConfig, data: bool) -> None:
     model_name = config["policy"]["model_name"]
     print_report(config, facts_of_policy(config["policy"]), console)
     if published_config(model_name) is not None:
-        console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
+        console.print(
+            f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False
+        )
     for line in found:
         console.print(redacted_text(line), markup=False, highlight=False)
     print_findings(lacking, console)
@@ -548,7 +699,10 @@ def samples(arguments: argparse.Namespace) -> int:
     from megarl.watch.samples import Selection, run
 
     kind = VALIDATION if arguments.validation else TRAIN
-    return run(arguments.run, Selection(arguments.step, kind, arguments.order, arguments.grep, arguments.diff, arguments.number))
+    return run(
+        arguments.run,
+        Selection(arguments.step, kind, arguments.order, arguments.grep, arguments.diff, arguments.number),
+    )
 
 
 def parity(arguments: argparse.Namespace) -> int:
@@ -578,19 +732,23 @@ def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[A
 
 
 def report(error: MegarlError | ConversionError) -> int:
-    """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is shown without tracebacks."""
+    """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is
+    shown without tracebacks."""
     limit = process_limit(error)
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
     text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
     # The exit code still counts when the reader of standard error is gone.
     with contextlib.suppress(OSError):
-        sys.stderr.write(redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n"))
+        sys.stderr.write(
+            redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
+        )
     return code
 
 
 def process_limit(error: BaseException) -> MachineError | None:
-    """Return the fault of a machine on which no further process or thread may be started, where an error is due to that, also in a worker.
+    """Return the fault of a machine on which no further process or thread may be started, where an error is
+    due to that, also in a worker.
 
     Another start would meet the same limit, so that it is the user's to raise.
     """
@@ -601,12 +759,16 @@ def process_limit(error: BaseException) -> MachineError | None:
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     value = "unlimited" if soft == resource.RLIM_INFINITY else soft
     bound = "no further process or thread could be started"
-    fix = "raise it, or pids.max of the control group (a job's or container's limit), or end other processes of this user"
+    fix = (
+        "raise it, or pids.max of the control group (a job's or container's limit), or end other "
+        "processes of this user"
+    )
     return MachineError([Violation("ulimit -u", value, bound, fix)])
 
 
 def hide_secrets() -> None:
-    """Set up the log; neither it nor the traceback of an error that nobody foresaw shows a secret of the environment or a configuration."""
+    """Set up the log; neither it nor the traceback of an error that nobody foresaw shows a secret of the
+    environment or a configuration."""
     # what libraries say of their own course (Megatron-Core at its import, for one) is nobody's here
     redact_log(env.snapshot())
     for ours in ("megarl", "converters"):

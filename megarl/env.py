@@ -35,7 +35,9 @@ def integer(name: str, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"environment variable {name} = {value!r} is not an integer; unset it or write a whole number") from None
+        raise ValueError(
+            f"environment variable {name} = {value!r} is not an integer; unset it or write a whole number"
+        ) from None
 
 
 def flag(name: str, default: bool = False) -> bool:

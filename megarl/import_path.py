@@ -83,7 +83,9 @@ def unpickle_object(path: str, pickled: bytes) -> None:
     # what a user's object does when it is made again may fail in any way
     except (Exception, SystemExit) as error:
         bound = f"it cannot be made again in another process: {type(error).__name__}: {error}"
-        raise _refused(path, path, bound, "let it use modules that can be imported by their names alone") from error
+        raise _refused(
+            path, path, bound, "let it use modules that can be imported by their names alone"
+        ) from error
     give_object(path.removeprefix(GIVEN), value, pickled)
 
 
@@ -100,7 +102,10 @@ def forget_objects() -> None:
 def _load(path: str, key: str) -> Any:
     if path.startswith(GIVEN):
         bound = "it is an object of the program that called megarl.train, which this process does not have"
-        fix = "call megarl.train with it again and the same run_dir, or write it into a file and give path/to/file.py:name"
+        fix = (
+            "call megarl.train with it again and the same run_dir, or write it into a file and give "
+            "path/to/file.py:name"
+        )
         raise _refused(key, path, bound, fix)
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
@@ -115,7 +120,9 @@ def _load(path: str, key: str) -> Any:
         raise _refused(key, path, f"{source} {error}", f"mend {source}") from error
     # a user's code may fail in any way, and end itself
     except (Exception, SystemExit) as error:
-        raise _refused(key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}") from error
+        raise _refused(
+            key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}"
+        ) from error
     if not hasattr(module, name):
         there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])
         raise _refused(key, path, f"{source} has no {name}", f"write one of its names ({there})")
@@ -125,7 +132,10 @@ def _load(path: str, key: str) -> Any:
 @contextlib.contextmanager
 def _told_when_slow(source: str, key: str) -> Iterator[None]:
     """Say once that a module is still being run, if it takes long."""
-    text = "%s: %s is still being imported after %g s, and is waited for. Fix: keep what takes long out of the module's own lines"
+    text = (
+        "%s: %s is still being imported after %g s, and is waited for. Fix: keep what takes long out of "
+        "the module's own lines"
+    )
     timer = threading.Timer(_SLOW_S, logger.warning, (text, key, source, _SLOW_S))
     timer.daemon = True
     timer.start()

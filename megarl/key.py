@@ -89,13 +89,19 @@ class Key:
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
     """Return the ``Key`` of each field of a section that has one."""
-    found = {name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
+    found = {
+        name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()
+    }
     return {name: key for name, key in found.items() if key is not None}
 
 
 def defaults_of(section: Any) -> dict[str, Any]:
     """Return a copy of the defaults of a section's keys."""
-    return {name: copy.deepcopy(key.default) for name, key in fields_of(section).items() if key.default is not NO_DEFAULT}
+    return {
+        name: copy.deepcopy(key.default)
+        for name, key in fields_of(section).items()
+        if key.default is not NO_DEFAULT
+    }
 
 
 def _key_in(annotation: Any) -> Key | None:

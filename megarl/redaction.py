@@ -20,7 +20,20 @@ _ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential")
 _LAST = frozenset({"token", "pat", "pass", "pwd", "auth", "cookie", "apikey", "accesskey"})
 # Words before ``keys`` that make it a secret's: without one, more than one key is a list of names.
 _OF_KEYS = frozenset(
-    {"api", "access", "private", "signing", "encryption", "account", "master", "session", "ssh", "auth", "service", "admin"}
+    {
+        "api",
+        "access",
+        "private",
+        "signing",
+        "encryption",
+        "account",
+        "master",
+        "session",
+        "ssh",
+        "auth",
+        "service",
+        "admin",
+    }
 )
 
 # Of a shell, in the environment of every program that it starts: part of many paths, which would be hidden
@@ -30,7 +43,9 @@ _WORKING_DIRECTORY = "PWD"
 # Tokens of a vocabulary.
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 
-FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"})
+FIELDS = frozenset(
+    {"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"}
+)
 """Keys of the configuration that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
@@ -39,7 +54,8 @@ _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 # hold the @ that ends it
 _CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
-    r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+", re.IGNORECASE
+    r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+",
+    re.IGNORECASE,
 )
 _NAMED = re.compile(
     r"(?<![\w.\-])(?:[^\WA-Za-z_]|[.\-])*+(?P<name>[A-Za-z_][\w.\-]*+)(?P<quote>['\"]?)\s*(?P<sign>[=:])\s*",
@@ -126,7 +142,9 @@ def redacted(value: Any) -> Any:
     what ``redacted_text`` hides.
     """
     if isinstance(value, Mapping):
-        return {key: _hidden(entry) if is_secret(str(key)) else redacted(entry) for key, entry in value.items()}
+        return {
+            key: _hidden(entry) if is_secret(str(key)) else redacted(entry) for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(entry) for entry in value]
     if isinstance(value, FromEnvironment):
@@ -174,7 +192,11 @@ def _without_assigned(text: str) -> str:
     while named := _NAMED.search(text, place):
         place = named.end()
         value = _VALUE.match(text, place) if _is_secret_in_text(named["name"]) else None
-        if value is not None and value[0].strip("'\"") not in _NOTHING and not _is_sentence(text, named, value[0]):
+        if (
+            value is not None
+            and value[0].strip("'\"") not in _NOTHING
+            and not _is_sentence(text, named, value[0])
+        ):
             quote = value[0][0] if value[0][0] in "'\"" else ""
             parts += [text[begin:place], quote, HIDDEN, quote]
             begin = place = value.end()
@@ -206,7 +228,9 @@ def learn(values: Mapping[str, Any]) -> None:
     line.
     """
     for value in _secrets(values, within=False):
-        _learned.update(text for text in (value, *map(str.strip, value.splitlines())) if len(text) >= _SHORTEST)
+        _learned.update(
+            text for text in (value, *map(str.strip, value.splitlines())) if len(text) >= _SHORTEST
+        )
 
 
 def _secrets(value: Any, within: bool) -> Iterator[str]:
@@ -246,7 +270,10 @@ class LineRedactor:
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
             # what stands at the cut could be the beginning of a secret
-            text = f"{text[: len(text) // 2]} [... the rest of a line of {len(self._begun) + self._left_out} bytes]"
+            text = (
+                f"{text[: len(text) // 2]} [... the rest of a line of "
+                f"{len(self._begun) + self._left_out} bytes]"
+            )
         self._begun.clear()
         self._left_out = 0
         return text

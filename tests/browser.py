@@ -19,7 +19,13 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+    ),
     *("--no-first-run", "--window-size=1100,1400", "--remote-debugging-pipe", "about:blank"),
 )
 _CODES = {"ArrowDown": 40, "Tab": 9, "Home": 36, "Backspace": 8}
@@ -50,7 +56,11 @@ class Browser:
         """Open a file and wait until it has loaded."""
         self._ask("Page.navigate", url=page.as_uri())
         self._listen(lambda message: message.get("method") == "Page.loadEventFired")
-        asked = [each for each in self.faults if each.startswith("asks for ") and each != f"asks for {page.as_uri()}"]
+        asked = [
+            each
+            for each in self.faults
+            if each.startswith("asks for ") and each != f"asks for {page.as_uri()}"
+        ]
         self.faults = [each for each in self.faults if not each.startswith("asks for ")] + asked
 
     def value(self, expression: str) -> Any:
@@ -61,14 +71,18 @@ class Browser:
 
     def look(self, width: int, scheme: str) -> None:
         """Show pages as on a screen of that many pixels across, to a user who prefers light or dark ones."""
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
         self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def press(self, key: str, times: int = 1) -> None:
         """Press a key, in whatever has the focus."""
         for _ in range(times):
             for kind in ("rawKeyDown", "keyUp"):
-                self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_CODES[key])
+                self._ask(
+                    "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_CODES[key]
+                )
 
     def write(self, text: str) -> None:
         """Write a text into whatever has the focus."""
@@ -78,7 +92,9 @@ class Browser:
         """Click on the middle of an element, which is brought into view."""
         box = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{box}.scrollIntoView({{block: 'center'}})")
-        place = self.value(f"(r => ({{x: r.x + r.width / 2, y: r.y + r.height / 2}}))({box}.getBoundingClientRect())")
+        place = self.value(
+            f"(r => ({{x: r.x + r.width / 2, y: r.y + r.height / 2}}))({box}.getBoundingClientRect())"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self._ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
@@ -131,9 +147,24 @@ def browser(directory: Path) -> Iterator[Browser]:
     (hears, to_browser), (from_browser, says) = os.pipe(), os.pipe()
     # it hears at 3 and speaks at 4: above these first, so that neither is closed by the other
     above = [fcntl.fcntl(end, fcntl.F_DUPFD, _ABOVE_OURS) for end in (hears, says)]
-    command = ["bash", "-c", f'exec "$@" 3<&{above[0]} 4>&{above[1]}', "bash", CHROMIUM, f"--user-data-dir={directory}", *_OPTIONS]
+    command = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{above[0]} 4>&{above[1]}',
+        "bash",
+        CHROMIUM,
+        f"--user-data-dir={directory}",
+        *_OPTIONS,
+    ]
     with (directory / "output").open("wb") as output:
-        process = subprocess.Popen(command, pass_fds=above, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            pass_fds=above,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
         for end in (hears, says, *above):
             os.close(end)

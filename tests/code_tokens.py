@@ -1,7 +1,9 @@
-"""The size of the code: tokens of Python a package, and the most that each may have (``tests/code_tokens.tsv``).
+"""The size of the code: tokens of Python a package, and the most that each may have
+(``tests/code_tokens.tsv``).
 
-``python -m tests.code_tokens`` prints both. ``--lower`` sets bounds down to what is there; a bound is raised by hand, in a commit whose
-body says what it buys. Comments and layout count nothing, and a docstring as one token, so that nobody saves words.
+``python -m tests.code_tokens`` prints both. ``--lower`` sets bounds down to what is there; a bound is raised
+by hand, in a commit whose body says what it buys. Comments and layout count nothing, and a docstring as one
+token, so that nobody saves words.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def tokens_of(path: Path) -> int:
 
 def counted() -> Counter[str]:
     """Tokens of each package, of the files that git knows."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     found: Counter[str] = Counter()
     for path in listed:
         if (ROOT / path).is_file():
@@ -58,19 +62,30 @@ def bounds() -> dict[str, int]:
 
 def table(found: Mapping[str, int], most: Mapping[str, int]) -> str:
     """Packages with their tokens and bounds, the largest first."""
-    rows = [f"{found.get(package, 0):>9,} of {most.get(package, 0):>9,}  {package}" for package in sorted(most, key=most.__getitem__)[::-1]]
-    library = sum(count for package, count in found.items() if package.split("/")[0] in {"megarl", "converters"})
+    rows = [
+        f"{found.get(package, 0):>9,} of {most.get(package, 0):>9,}  {package}"
+        for package in sorted(most, key=most.__getitem__)[::-1]
+    ]
+    library = sum(
+        count for package, count in found.items() if package.split("/")[0] in {"megarl", "converters"}
+    )
     return "\n".join([*rows, f"{library:>9,} megarl and converters together"])
 
 
 def main() -> None:
     """Print the table, or lower the bounds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lower", action="store_true", help="set bounds down to what is there; new packages get what they have")
+    parser.add_argument(
+        "--lower",
+        action="store_true",
+        help="set bounds down to what is there; new packages get what they have",
+    )
     found, most = counted(), bounds()
     if parser.parse_args().lower:
         most = {package: min(count, most.get(package, count)) for package, count in sorted(found.items())}
-        BOUNDS.write_text("".join(f"{package}\t{count}\n" for package, count in most.items()), encoding="utf-8")
+        BOUNDS.write_text(
+            "".join(f"{package}\t{count}\n" for package, count in most.items()), encoding="utf-8"
+        )
     print(table(found, most))
 
 

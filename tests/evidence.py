@@ -1,6 +1,8 @@
-"""The page of evidence, made from ``tests/data/evidence.yaml``: ``python -m tests.evidence`` writes ``tests/EVIDENCE.md``.
+"""The page of evidence, made from ``tests/data/evidence.yaml``: ``python -m tests.evidence`` writes
+``tests/EVIDENCE.md``.
 
-A row names the tests that show its claim. ``unit/test_evidence.py`` refuses a page that is out of date, or names a test that is not there.
+A row names the tests that show its claim. ``unit/test_evidence.py`` refuses a page that is out of date, or
+names a test that is not there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def page() -> str:
     lines = [
         "# Evidence",
         "",
-        "Written by `python -m tests.evidence` from `tests/data/evidence.yaml`. Shown on CPUs over gloo, where nothing else is said.",
+        (
+            "Written by `python -m tests.evidence` from `tests/data/evidence.yaml`. Shown on CPUs over gloo, "
+            "where nothing else is said."
+        ),
     ]
     for title, table in tables().items():
         lines += ["", f"## {title}", "", table["intro"], ""]

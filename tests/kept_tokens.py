@@ -11,7 +11,12 @@ from megarl.models.generation.sampling import SamplingSettings
 def expected_logprobs(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
     """[T] float64 from float64 logits [T, V], differentiable; a target counts as kept."""
     rows = zip(logits / sampling.temperature, targets.tolist(), strict=True)
-    return torch.stack([row[target] - row[sorted(_kept(row.tolist(), sampling) | {target})].logsumexp(0) for row, target in rows])
+    return torch.stack(
+        [
+            row[target] - row[sorted(_kept(row.tolist(), sampling) | {target})].logsumexp(0)
+            for row, target in rows
+        ]
+    )
 
 
 def expected_entropies(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
@@ -20,7 +25,9 @@ def expected_entropies(logits: Tensor, targets: Tensor, sampling: SamplingSettin
     for row, target in zip(logits / sampling.temperature, targets.tolist(), strict=True):
         values = row[sorted(_kept(row.tolist(), sampling) | {target})]
         shares = (values - values.detach().max()).exp()
-        found.append(-torch.stack([share * share.log() for share in shares / shares.sum() if share > 0]).sum())
+        found.append(
+            -torch.stack([share * share.log() for share in shares / shares.sum() if share > 0]).sum()
+        )
     return torch.stack(found)
 
 

@@ -13,7 +13,9 @@ _USED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
 
 
 @contextlib.contextmanager
-def no_more_memory_than(room: int, processes: Sequence[int], limit: int = resource.RLIMIT_DATA) -> Iterator[None]:
+def no_more_memory_than(
+    room: int, processes: Sequence[int], limit: int = resource.RLIMIT_DATA
+) -> Iterator[None]:
     """The kernel gives each process no more bytes beyond those that it has.
 
     Args:

@@ -16,7 +16,8 @@ LONGEST_S = 60.0
 
 
 def writers(checkpoint_dir: Path, node: str | None = None) -> list[psutil.Process]:
-    """The processes that write checkpoints of a directory, of one node or of all, also those that have not yet left that to others."""
+    """The processes that write checkpoints of a directory, of one node or of all, also those that have not
+    yet left that to others."""
     path = memory_of(checkpoint_dir) if node is None else memory_of(checkpoint_dir, node)
     found = []
     for each in psutil.process_iter(["cmdline", "status"]):

@@ -1,7 +1,8 @@
 """Figures of the prose in the code: ``python -m tests.prose`` prints them, a package a line.
 
-They are those of the language's rules: docstrings whose first line is a class name split into words, or begins with a question
-word; comments, of lines of code; lines over 110 columns; comprehensions. ``tests/unit/test_prose.py`` has the bounds.
+They are those of the language's rules: docstrings whose first line is a class name split into words, or
+begins with a question word; comments, of lines of code; lines over 110 columns; comprehensions.
+``tests/unit/test_prose.py`` has the bounds.
 """
 
 from __future__ import annotations
@@ -21,12 +22,33 @@ WIDTH = 110
 QUESTIONS = frozenset({"What", "Whether", "Of", "As", "How", "Where", "Those"})
 """Words with which no docstring begins: it says what the thing does, or names it."""
 GLOSSARY = (
-    *("anew", "for ever", "cut off", "judged", "drawn", "said", "told", "lies", "lie", "lay", "beside", "so often", "so many"),
+    *(
+        "anew",
+        "for ever",
+        "cut off",
+        "judged",
+        "drawn",
+        "said",
+        "told",
+        "lies",
+        "lie",
+        "lay",
+        "beside",
+        "so often",
+        "so many",
+    ),
     *("halvings", "parcels", "ticket", "broken off", "brought up to date", "played", "census"),
 )
 """Words of our own for which the field has others."""
 _COUNTED = re.compile(rf"\b({'|'.join(map(re.escape, GLOSSARY))})\b", re.IGNORECASE)
-_LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+_LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -61,7 +83,9 @@ class Figures:
 
 def python_files(*packages: str) -> list[Path]:
     """Return the tracked Python files below some directories."""
-    listed = subprocess.run(["git", "ls-files", *packages], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", *packages], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return [ROOT / name for name in listed.splitlines() if name.endswith(".py")]
 
 
@@ -107,7 +131,9 @@ def _add(found: Figures, name: str, text: str) -> None:
     found.code += len(code)
     for number, line in enumerate(lines, 1):
         if len(line) > WIDTH:
-            (found.wide_text if number in prose and number not in code else found.wide_code).append(f"{name}:{number}")
+            (found.wide_text if number in prose and number not in code else found.wide_code).append(
+                f"{name}:{number}"
+            )
     for line in prose.values():
         found.words.update(word.lower() for word in _COUNTED.findall(line))
 
@@ -116,11 +142,17 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
     """Yield the docstrings of modules, classes, functions and constants."""
     for node in ast.walk(tree):
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
                 yield statement
 
 
 if __name__ == "__main__":
-    packages = sorted({"/".join(path.relative_to(ROOT).parts[:2]) for path in python_files("megarl", "converters")})
+    packages = sorted(
+        {"/".join(path.relative_to(ROOT).parts[:2]) for path in python_files("megarl", "converters")}
+    )
     for package in (*packages, "converters", "megarl", "benchmarks"):
         print(f"{package:<28}{figures(python_files(package))}")

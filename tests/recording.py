@@ -1,4 +1,5 @@
-"""A recorder of operations on a CPU that does what a CUDA graph does: it runs the same operations on the same memory, and no Python."""
+"""A recorder of operations on a CPU that does what a CUDA graph does: it runs the same operations on the same
+memory, and no Python."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def wait_for(work: Any) -> None:
 
 @contextlib.contextmanager
 def values_unknown() -> Iterator[None]:
-    """Inside, tensors have no values: what reads one, or makes a shape of one, raises RuntimeError. There are no collectives."""
+    """Inside, tensors have no values: what reads one, or makes a shape of one, raises RuntimeError. There are
+    no collectives."""
 
     def refuse(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError("a value is read")

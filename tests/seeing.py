@@ -1,4 +1,5 @@
-"""Tiny models that also see, as they are published: with a nested config, a tower, a prediction layer and the files of a processor."""
+"""Tiny models that also see, as they are published: with a nested config, a tower, a prediction layer and the
+files of a processor."""
 
 from __future__ import annotations
 
@@ -38,16 +39,20 @@ def make_seeing(
     vocab_size: int = VOCABULARY,
     tokens: Sequence[int] = tuple(TOKENS.values()),
 ) -> Path:
-    """Save a model of ``family`` (``qwen3_5``, ``qwen3_5_moe``) as transformers' own class does, with what that leaves out. ``tokens``
-    stand for pictures, in the order of ``TOKENS``."""
+    """Save a model of ``family`` (``qwen3_5``, ``qwen3_5_moe``) as transformers' own class does, with what
+    that leaves out. ``tokens`` stand for pictures, in the order of ``TOKENS``."""
     text = tiny_config(f"{family}_text", tied=tied).to_dict() | {"vocab_size": vocab_size}
     # three sections of each rotated pair, as of positions in time, height and width
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     vision = {**VISION, "out_hidden_size": text["hidden_size"]}
     names = dict(zip(TOKENS, tokens, strict=True))
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **names)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **names
+    )
+    model = AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,6 +1,8 @@
-"""Recipes made small: a tiny model of the recipe's family, two steps, and the rows in the published form of its data set that are shipped.
+"""Recipes made small: a tiny model of the recipe's family, two steps, and the rows in the published form of
+its data set that are shipped.
 
-What a recipe is about stays as it is: sources, templates, rewards, loss. Sizes, layout and devices become those of a test.
+What a recipe is about stays as it is: sources, templates, rewards, loss. Sizes, layout and devices become
+those of a test.
 """
 
 from __future__ import annotations
@@ -44,11 +46,16 @@ RECIPES: dict[str, tuple[str, str]] = {
 
 
 def make_small_model(directory: Path, family: str) -> Path:
-    """A tiny model of a family with the quickstart's tokenizer, which falls back to bytes, and a chat template."""
+    """A tiny model of a family with the quickstart's tokenizer, which falls back to bytes, and a chat
+    template."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     make_tiny(directory, family, tied=False, layers=2, **sizes, **tokens)
     tokenizer.save_pretrained(directory)
     return directory
@@ -66,8 +73,15 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
     """
     rows, family = RECIPES[recipe]
     # the sources of the recipe itself, read from the rows that are shipped: named sets stay named
-    sources = {key: [_read_from_rows(source, rows) for source in _sources(recipe, key)] for key in ("train", "validation")}
-    parallel = {"expert_model_parallel_size": ranks} if family == "qwen3_moe" else {"tensor_model_parallel_size": ranks}
+    sources = {
+        key: [_read_from_rows(source, rows) for source in _sources(recipe, key)]
+        for key in ("train", "validation")
+    }
+    parallel = (
+        {"expert_model_parallel_size": ranks}
+        if family == "qwen3_moe"
+        else {"tensor_model_parallel_size": ranks}
+    )
     longest = LONGEST_PROMPT + LONGEST_ANSWER
     policy = {
         "model_name": str(model),
@@ -97,7 +111,12 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
     section = recipe.split("-")[0]
     if section in ("grpo", "ppo"):
         policy["generation"] = {"max_new_tokens": LONGEST_ANSWER}
-        steps = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "val_batch_size": 8, "max_val_samples": 10}
+        steps = {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 2,
+            "val_batch_size": 8,
+            "max_val_samples": 10,
+        }
         layer[section] = {**steps, "max_num_steps": STEPS, "val_period": STEPS}
         if section == "ppo":
             # a step with the actor, whose loss is there then
@@ -106,7 +125,10 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
         if "asynchronous" in recipe:
             # engines are processes of their own, which only whole programs have
             apart = ranks > 1
-            policy["generation"]["colocated"] = {"enabled": not apart, "resources": {"gpus_per_node": 1 if apart else None}}
+            policy["generation"]["colocated"] = {
+                "enabled": not apart,
+                "resources": {"gpus_per_node": 1 if apart else None},
+            }
             policy["generation"]["engine_check"] = {"sequences": 3 if apart else 0}
             layer["grpo"]["async_grpo"] = {"enabled": apart}
             layer["cluster"]["gpus_per_node"] += apart

@@ -1,7 +1,8 @@
 """The tiers of the tests: what runs by default, and in which part of ``--all`` the rest runs.
 
-A test belongs to the default tier unless it is marked ``slow``. A test over many parameters is marked ``sampled``: the default tier runs
-few of its cases, chosen by a seed that changes with every commit, and ``--all`` runs every one. See ``tests/README.md``.
+A test belongs to the default tier unless it is marked ``slow``. A test over many parameters is marked
+``sampled``: the default tier runs few of its cases, chosen by a seed that changes with every commit, and
+``--all`` runs every one. See ``tests/README.md``.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ SEED_VARIABLE = "MEGARL_TEST_SEED"
 slow = pytest.mark.slow
 """Leaves a test, or some of its parameters, to ``--all``."""
 newest_megatron = pytest.mark.newest_megatron
-"""Runs a test on the newest Megatron-Core as well; with keywords, only where each parameter named has one of the values given."""
+"""Runs a test on the newest Megatron-Core as well; with keywords, only where each parameter named has one of
+the values given."""
 
 
 def sampled(cover: str | int, **always: Sequence[Any]) -> pytest.MarkDecorator:
     """Mark a parametrized test of which the default tier runs a sample.
 
     Args:
-        cover: ``"values"``: each value of each parameter is in some case of the sample. ``"pairs"``: any two values of two parameters that
-            some case has together are together in a case of the sample. A number: as many cases as that, with as many values among them as
-            they can have.
+        cover: ``"values"``: each value of each parameter is in some case of the sample. ``"pairs"``: any two
+            values of two parameters that some case has together are together in a case of the sample. A
+            number: as many cases as that, with as many values among them as they can have.
         always: names of parameters with values whose cases are always in the sample.
     """
     if not (cover in {"values", "pairs"} or (isinstance(cover, int) and cover > 0)):
@@ -42,7 +44,8 @@ def sampled(cover: str | int, **always: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def sample_seed() -> int:
-    """The seed of the samples: ``MEGARL_TEST_SEED``, else the number of commits, so that every commit tries other cases."""
+    """The seed of the samples: ``MEGARL_TEST_SEED``, else the number of commits, so that every commit tries
+    other cases."""
     if env.text(SEED_VARIABLE):
         return env.integer(SEED_VARIABLE, 0)
     command = ["git", "rev-list", "--count", "HEAD"]
@@ -50,7 +53,12 @@ def sample_seed() -> int:
     return int(counted.stdout) if counted.returncode == 0 else 0
 
 
-def sample(rows: Sequence[Mapping[str, Any]], cover: str | int, seed: str, always: Mapping[str, Sequence[Any]] | None = None) -> set[int]:
+def sample(
+    rows: Sequence[Mapping[str, Any]],
+    cover: str | int,
+    seed: str,
+    always: Mapping[str, Sequence[Any]] | None = None,
+) -> set[int]:
     """Indices of the rows that a sample consists of; the same ones for the same seed.
 
     Args:
@@ -60,7 +68,11 @@ def sample(rows: Sequence[Mapping[str, Any]], cover: str | int, seed: str, alway
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    chosen = {index for index in order if any(rows[index].get(name) in values for name, values in (always or {}).items())}
+    chosen = {
+        index
+        for index in order
+        if any(rows[index].get(name) in values for name, values in (always or {}).items())
+    }
     most = cover if isinstance(cover, int) else len(rows)
     features = [_features(row, cover) for row in rows]
     missing = set().union(*features) - set().union(*(features[index] for index in chosen))
@@ -105,10 +117,17 @@ def for_newest_megatron(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     Raises:
         pytest.UsageError: a mark names values that no case has.
     """
-    chosen = [item for item in items if any(_fits(item, mark) for mark in item.iter_markers("newest_megatron"))]
-    lost = {_test(item) for item in items if item.get_closest_marker("newest_megatron")} - set(map(_test, chosen))
+    chosen = [
+        item for item in items if any(_fits(item, mark) for mark in item.iter_markers("newest_megatron"))
+    ]
+    lost = {_test(item) for item in items if item.get_closest_marker("newest_megatron")} - set(
+        map(_test, chosen)
+    )
     if lost:
-        raise pytest.UsageError(f"no case has the values in the newest_megatron mark of {', '.join(sorted(lost))}; correct the mark")
+        raise pytest.UsageError(
+            f"no case has the values in the newest_megatron mark of {', '.join(sorted(lost))}; correct the "
+            "mark"
+        )
     return chosen
 
 

@@ -31,37 +31,59 @@ class Case:
 
 
 CASES = {
-    "episodes": Case("conversations at their own pace against a barrier between turns", "benchmarks.cases.episodes", load=1.0),
-    "asynchronous": Case("steps that sample beside training against steps that do it in turn", "benchmarks.cases.asynchronous"),
+    "episodes": Case(
+        "conversations at their own pace against a barrier between turns",
+        "benchmarks.cases.episodes",
+        load=1.0,
+    ),
+    "asynchronous": Case(
+        "steps that sample beside training against steps that do it in turn", "benchmarks.cases.asynchronous"
+    ),
     "convert.h2m": Case(
-        "import of a checkpoint against a plain copy and against transformers", "benchmarks.cases.conversion", "measure_import"
+        "import of a checkpoint against a plain copy and against transformers",
+        "benchmarks.cases.conversion",
+        "measure_import",
     ),
     "convert.m2h": Case(
-        "export of a checkpoint against a plain copy and against transformers", "benchmarks.cases.conversion", "measure_export"
+        "export of a checkpoint against a plain copy and against transformers",
+        "benchmarks.cases.conversion",
+        "measure_export",
     ),
     "refit.ipc": Case(
-        "weights handed over in 300 and 10,000 tensors against one flat copy of them", "benchmarks.cases.refit", "measure_handover"
+        "weights handed over in 300 and 10,000 tensors against one flat copy of them",
+        "benchmarks.cases.refit",
+        "measure_handover",
     ),
     "refit.bcast": Case(
-        "weights sent in 300 and 10,000 tensors against one flat broadcast of them", "benchmarks.cases.refit", "measure_broadcast"
+        "weights sent in 300 and 10,000 tensors against one flat broadcast of them",
+        "benchmarks.cases.refit",
+        "measure_broadcast",
     ),
     "refit.export": Case(
         "all weights of mixtures of 12 and 125 experts a layer, about as many bytes, against one flat copy",
         "benchmarks.cases.refit_export",
     ),
     "refit.load": Case(
-        "host seconds of loading experts into vLLM's model at a refit, a layer's together against one weight after another; needs vLLM",
+        "host seconds of loading experts into vLLM's model at a refit, a layer's together against one "
+        "weight after another; needs vLLM",
         "benchmarks.cases.refit_load",
         by_name=True,
     ),
     "messages": Case(
-        "messages and bytes of driver and ranks of a refit at 8 to 1,024 ranks, counted; fails above its bounds",
+        "messages and bytes of driver and ranks of a refit at 8 to 1,024 ranks, counted; fails above its "
+        "bounds",
         "benchmarks.cases.messages",
     ),
-    "train.packed": Case("valid tokens a second of packed and dynamic against padded micro-batches", "benchmarks.cases.train_packed"),
-    "grpo.step": Case("a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"),
+    "train.packed": Case(
+        "valid tokens a second of packed and dynamic against padded micro-batches",
+        "benchmarks.cases.train_packed",
+    ),
+    "grpo.step": Case(
+        "a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"
+    ),
     "recipe.step": Case(
-        "log-probabilities and training of a recipe in its layout on all nodes, against products of matrices there",
+        "log-probabilities and training of a recipe in its layout on all nodes, against products of "
+        "matrices there",
         "benchmarks.cases.recipe_step",
         takes=("device", "model", "tokens"),
         needs=("model",),
@@ -83,23 +105,33 @@ CASES = {
         load=8.0,
     ),
     "train.step": Case(
-        "a training step of each backend and layout against a bare loop on transformers, and against torch's FSDP2",
+        "a training step of each backend and layout against a bare loop on transformers, and against "
+        "torch's FSDP2",
         "benchmarks.cases.train_step",
         takes=("device", "model", "layout", "tokens"),
     ),
     "startup": Case(
-        "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, import torch and TRL",
+        "a command, a dry run and a tiny GRPO run until its first step, against an empty interpreter, "
+        "import torch and TRL",
         "benchmarks.cases.startup",
     ),
     "data.start": Case(
-        "the first and the second start with 50,000 rows of data, or others, against reading and tokenizing them alone",
+        "the first and the second start with 50,000 rows of data, or others, against reading and tokenizing "
+        "them alone",
         "benchmarks.cases.data_start",
         takes=("rows",),
     ),
-    "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
-    "host.adam": Case("bytes of optimizer states stepped in host memory a second against a copy of them", "benchmarks.cases.host_adam"),
+    "generation": Case(
+        "generation by each backend, ragged prompts, against generate of transformers",
+        "benchmarks.cases.generation",
+    ),
+    "host.adam": Case(
+        "bytes of optimizer states stepped in host memory a second against a copy of them",
+        "benchmarks.cases.host_adam",
+    ),
     "operations": Case(
-        "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
+        "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above "
+        "its bounds",
         "benchmarks.cases.operations",
     ),
     "ckpt.save": Case(
@@ -115,7 +147,8 @@ CASES = {
         takes=("model",),
     ),
     "ckpt.async_stall": Case(
-        "how long training stands still for a checkpoint that is written beside it, against one copy of its bytes",
+        "how long training stands still for a checkpoint that is written beside it, against one copy of its "
+        "bytes",
         "benchmarks.cases.checkpoints",
         "measure_stall",
         takes=("model",),

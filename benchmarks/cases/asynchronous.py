@@ -41,7 +41,9 @@ def measure(quick: bool) -> Iterator[Point]:
     in_turn, beside = zip(*sleeping, strict=True)
     yield Point({"stages": "sleep"}, _metrics(in_turn, beside))
     in_turn, ready = [[_sleeping_groups(ahead) for _ in range(repeats)] for ahead in (0, LOOKAHEAD)]
-    yield Point({"stages": "sleep, one group of 16 takes 8 times as long, ready first"}, _metrics(in_turn, ready))
+    yield Point(
+        {"stages": "sleep, one group of 16 takes 8 times as long, ready first"}, _metrics(in_turn, ready)
+    )
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         arguments = _material(work)
@@ -142,13 +144,25 @@ def _material(work: Path) -> list[str]:
     make_model(work / "model", 1)
     config = Qwen2Config.from_pretrained(work / "model")
     config.update(
-        {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+        {
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        }
     )
     config.layer_types = ["full_attention"] * 4
     Qwen2ForCausalLM(config).save_pretrained(work / "model")
     write_problems(work / "train.jsonl", 1024, 1)
     return [
-        *(str(QUICKSTART / "grpo.yaml"), "--with", str(QUICKSTART / "apart.yaml"), "--with", str(QUICKSTART / "asynchronous.yaml")),
+        *(
+            str(QUICKSTART / "grpo.yaml"),
+            "--with",
+            str(QUICKSTART / "apart.yaml"),
+            "--with",
+            str(QUICKSTART / "asynchronous.yaml"),
+        ),
         f"policy.model_name={work / 'model'}",
         f"data.train.path={work / 'train.jsonl'}",
         "data.validation=null",
@@ -172,7 +186,9 @@ def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
     """Return medians of the seconds of each phase, over the steps behind the first ones."""
     with tempfile.TemporaryDirectory(dir=work) as run, tempfile.TemporaryFile() as said:
         command = [sys.executable, "-m", "megarl.cli", "train", *arguments, f"run_dir={run}"]
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
         begun, pinned = time.perf_counter(), set[int]()
         while process.poll() is None:
             assert time.perf_counter() - begun < _LONGEST, f"no end within {_LONGEST:g} s"
@@ -185,7 +201,9 @@ def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
         lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["step"] > WARM_UP]
     names = {name for row in rows for name in row if name.startswith("timing/")}
-    return {name.removeprefix("timing/"): statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+    return {
+        name.removeprefix("timing/"): statistics.median(row.get(name, 0.0) for row in rows) for name in names
+    }
 
 
 def _pin(root: psutil.Process, pinned: set[int]) -> None:

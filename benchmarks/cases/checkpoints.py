@@ -59,7 +59,10 @@ def measure_load(quick: bool, options: Options) -> Iterator[Point]:
             repeats=1 if quick else 3,
         )
         read = "a raw read"
-        metrics = {**sides("load", spent["load"], read, spent["raw"]), **sides("verify", spent["verify"], read, spent["raw"])}
+        metrics = {
+            **sides("load", spent["load"], read, spent["raw"]),
+            **sides("verify", spent["verify"], read, spent["raw"]),
+        }
         yield _point(metrics, _content_of(saved))
 
 
@@ -95,7 +98,10 @@ def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def _point(metrics: dict[str, Metric], content: bytes) -> Point:
-    return Point({"backend": BACKEND}, {**metrics, "mebibytes": Metric.of("MiB of a checkpoint", [len(content) / 2**20])})
+    return Point(
+        {"backend": BACKEND},
+        {**metrics, "mebibytes": Metric.of("MiB of a checkpoint", [len(content) / 2**20])},
+    )
 
 
 @contextlib.contextmanager
@@ -134,7 +140,9 @@ def _save(worker: Any, manager: CheckpointManager, step: int) -> Path:
     return manager.finalize_checkpoint(path)
 
 
-def _begin(worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int) -> tuple[Path, OwnWrite]:
+def _begin(
+    worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int
+) -> tuple[Path, OwnWrite]:
     """Do what a run does before it goes on."""
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
     assert memory.take(needed), f"there is no memory for {needed} bytes"

@@ -79,7 +79,9 @@ def _measured(direction: str, quick: bool) -> Iterator[Point]:
             limits["copy"].append({"seconds": _copy(source, root / "copy")})
             for workers, runs in conversions.items():
                 runs.append(_convert(direction, source, root / "made", workers))
-            limits["transformers"].append(_json_of([sys.executable, "-c", TRANSFORMERS, str(root / "hf"), str(root / "saved")]))
+            limits["transformers"].append(
+                _json_of([sys.executable, "-c", TRANSFORMERS, str(root / "hf"), str(root / "saved")])
+            )
         for workers, runs in conversions.items():
             metrics = _metrics({"conversion": runs, **limits}, written, bound)
             yield Point({"gigabytes": round(written / 1e9, 2), "workers": workers}, metrics)
@@ -114,8 +116,16 @@ def save_llama(directory: Path, size: int) -> int:
     a_layer = sum(2 * torch.Size(shape).numel() for shape in layer.values())
     vocabulary = min(VOCABULARY, size // (8 * WIDTH))
     layers = max(1, round((size - 4 * vocabulary * WIDTH) / a_layer))
-    shapes = {"model.embed_tokens.weight": (vocabulary, WIDTH), "lm_head.weight": (vocabulary, WIDTH), "model.norm.weight": (WIDTH,)}
-    shapes |= {f"model.layers.{number}.{name}.weight": shape for number in range(layers) for name, shape in layer.items()}
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, WIDTH),
+        "lm_head.weight": (vocabulary, WIDTH),
+        "model.norm.weight": (WIDTH,),
+    }
+    shapes |= {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(layers)
+        for name, shape in layer.items()
+    }
     config = LlamaConfig(
         hidden_size=WIDTH,
         intermediate_size=FFN,
@@ -160,7 +170,10 @@ def _copy(source: Path, target: Path) -> float:
 
     def copy() -> None:
         for path in sorted(path for path in source.iterdir() if path.is_file()):
-            with path.open("rb", buffering=0) as reader, (target / path.name).open("wb", buffering=0) as writer:
+            with (
+                path.open("rb", buffering=0) as reader,
+                (target / path.name).open("wb", buffering=0) as writer,
+            ):
                 while data := reader.read(BLOCK):
                     writer.write(data)
                 os.fsync(writer.fileno())
@@ -169,7 +182,18 @@ def _copy(source: Path, target: Path) -> float:
 
 
 def _convert(action: str, source: Path, target: Path, workers: int) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "converters", action, str(source), str(target), "--overwrite", "--json", "--workers", str(workers)]
+    argv = [
+        sys.executable,
+        "-m",
+        "converters",
+        action,
+        str(source),
+        str(target),
+        "--overwrite",
+        "--json",
+        "--workers",
+        str(workers),
+    ]
     return _json_of([*argv, *(["--max-shard-size", str(SHARD_BYTES)] if action == "export" else [])])
 
 
@@ -181,14 +205,30 @@ def _json_of(argv: list[str]) -> dict[str, Any]:
 
 
 def _metrics(measured: dict[str, list[dict[str, Any]]], size: int, bound: int) -> dict[str, Metric]:
-    seconds = {name: [float(one["seconds"]) for one in runs] for name, runs in measured.items() if name != "imports"}
-    metrics = {f"{name}_speed": Metric.of("GB/s", [size / 1e9 / one for one in each]) for name, each in seconds.items()}
-    metrics["against_copy"] = Metric.ratio("the speed of a plain copy", seconds["copy"], seconds["conversion"])
-    metrics["against_transformers"] = Metric.ratio("the speed of transformers", seconds["transformers"], seconds["conversion"])
-    peaks = {name: [float(one["peak_memory"]) for one in measured[name]] for name in ("conversion", "transformers", "imports")}
-    metrics |= {f"{name}_peak_memory": Metric.of("MiB", [one / 2**20 for one in each]) for name, each in peaks.items()}
+    seconds = {
+        name: [float(one["seconds"]) for one in runs] for name, runs in measured.items() if name != "imports"
+    }
+    metrics = {
+        f"{name}_speed": Metric.of("GB/s", [size / 1e9 / one for one in each])
+        for name, each in seconds.items()
+    }
+    metrics["against_copy"] = Metric.ratio(
+        "the speed of a plain copy", seconds["copy"], seconds["conversion"]
+    )
+    metrics["against_transformers"] = Metric.ratio(
+        "the speed of transformers", seconds["transformers"], seconds["conversion"]
+    )
+    peaks = {
+        name: [float(one["peak_memory"]) for one in measured[name]]
+        for name in ("conversion", "transformers", "imports")
+    }
+    metrics |= {
+        f"{name}_peak_memory": Metric.of("MiB", [one / 2**20 for one in each]) for name, each in peaks.items()
+    }
     shard = "one shard and the largest tensor"
-    metrics["peak_memory_against_shard"] = Metric.ratio(shard, peaks["conversion"], [bound] * len(peaks["conversion"]))
+    metrics["peak_memory_against_shard"] = Metric.ratio(
+        shard, peaks["conversion"], [bound] * len(peaks["conversion"])
+    )
     beyond = [peak - peaks["imports"][0] for peak in peaks["conversion"]]
     metrics["peak_memory_beyond_imports_against_shard"] = Metric.ratio(shard, beyond, [bound] * len(beyond))
     return metrics

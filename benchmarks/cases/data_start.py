@@ -27,7 +27,22 @@ from benchmarks.point import Metric, Point
 ROWS, QUICK_ROWS = (50_000,), (3_000, 12_000)
 _CHUNK = 1024
 _BATCH, _BATCHES = 512, 100
-_WORDS = ("the", "sum", "of", "two", "numbers", "is", "what", "follows", "after", "other", "steps", "along", "a", "line")
+_WORDS = (
+    "the",
+    "sum",
+    "of",
+    "two",
+    "numbers",
+    "is",
+    "what",
+    "follows",
+    "after",
+    "other",
+    "steps",
+    "along",
+    "a",
+    "line",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +78,14 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
             file = _write(work / "rows.jsonl", rows)
             most = 2**14 if quick else None
             limit = _apart(_tokenize_only, file, work / "model")
-            first, second = (_apart(_start, file, work / "model", work / f"cache-{rows}", most) for _ in range(2))
+            first, second = (
+                _apart(_start, file, work / "model", work / f"cache-{rows}", most) for _ in range(2)
+            )
             if (first.digest, first.tokens) != (second.digest, second.tokens):
                 raise AssertionError(f"{rows} rows: the second start has {second}, the first had {first}")
             yield Point(
-                {"rows": rows, "tokens": first.tokens, "file_mib": round(file.stat().st_size / 2**20)}, _metrics(limit, first, second)
+                {"rows": rows, "tokens": first.tokens, "file_mib": round(file.stat().st_size / 2**20)},
+                _metrics(limit, first, second),
             )
 
 

@@ -121,13 +121,19 @@ def _encoder() -> ObservationEncoder:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = TEMPLATE
-    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {int(tokenizer.convert_tokens_to_ids(MARKS[1]))})
+    return ObservationEncoder(
+        tokenizer, ChatTemplate(tokenizer), {int(tokenizer.convert_tokens_to_ids(MARKS[1]))}
+    )
 
 
-def _led(kind: type[MessageEnv], stream: _Stream, count: int, turns: int, encoder: ObservationEncoder) -> tuple[float, float]:
+def _led(
+    kind: type[MessageEnv], stream: _Stream, count: int, turns: int, encoder: ObservationEncoder
+) -> tuple[float, float]:
     """Wall and CPU seconds of so many conversations, to the batch that is made of them."""
     environment = MessageEnvironment(kind, {**defaults_of(EnvConfig), "environment": "own"})  # type: ignore[typeddict-item]
-    runner = EpisodeRunner(_Engines(stream), environment, encoder.tokenizer, PhaseTimer(), EpisodeLimits(turns), encoder)
+    runner = EpisodeRunner(
+        _Engines(stream), environment, encoder.tokenizer, PhaseTimer(), EpisodeLimits(turns), encoder
+    )
     prompt = np.arange(5, 25)
     episodes = [Episode(Example(number, (), (), ""), [Segment(prompt)], number) for number in range(count)]
     begun, spent = time.perf_counter(), time.process_time()
@@ -164,7 +170,9 @@ def measure(quick: bool) -> Iterator[Point]:
             "pace": Metric.ratio("the longest chain", wall[False], longest),
             "barrier": Metric.ratio("each at its own pace", wall[True], wall[False]),
             "longest_seconds": Metric.of("s", longest),
-            "cpu": Metric.of("CPU us of the driver a sampled token", [1e6 * each / (responses * WORDS) for each in several]),
+            "cpu": Metric.of(
+                "CPU us of the driver a sampled token", [1e6 * each / (responses * WORDS) for each in several]
+            ),
             "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
         },
     )

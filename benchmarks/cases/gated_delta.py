@@ -57,7 +57,9 @@ def _save_model(directory: Path) -> Path:
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(**SIZES, layer_types=["linear_attention", "full_attention"], pad_token_id=0, eos_token_id=1)
+    config = Qwen3_5TextConfig(
+        **SIZES, layer_types=["linear_attention", "full_attention"], pad_token_id=0, eos_token_id=1
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 
@@ -69,7 +71,9 @@ def _metrics(spent: Mapping[str, Spent], error: float) -> dict[str, Metric]:
     }
 
 
-def _compare(config: PolicyConfig, rows: int, length: int, repeats: int, device: str) -> tuple[dict[str, Spent], float]:
+def _compare(
+    config: PolicyConfig, rows: int, length: int, repeats: int, device: str
+) -> tuple[dict[str, Spent], float]:
     """Return the times of both sides, and the largest difference between them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,7 +88,9 @@ def _compare(config: PolicyConfig, rows: int, length: int, repeats: int, device:
     ours = worker.backend.stages[0].decoder.layers[0].self_attention
     model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32).to(device)
     theirs = model.model.layers[0].linear_attn
-    hidden = torch.randn(rows, length, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).to(device)
+    hidden = torch.randn(rows, length, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).to(
+        device
+    )
     wanted = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(device)
     found: dict[str, tuple[Any, Any]] = {}
 
@@ -100,10 +106,15 @@ def _compare(config: PolicyConfig, rows: int, length: int, repeats: int, device:
         outputs.backward(wanted)
         found["transformers"] = outputs.detach(), inputs.grad
 
-    spent = spent_in_turn({"megarl": run_ours, "transformers": run_theirs}, repeats=repeats, clock=clock_of(device))
+    spent = spent_in_turn(
+        {"megarl": run_ours, "transformers": run_theirs}, repeats=repeats, clock=clock_of(device)
+    )
     worker.backend.close()
     pairs = zip(found["megarl"], found["transformers"], strict=True)
     error = max(float((one - other).norm() / other.norm()) for one, other in pairs)
     if error > TOLERANCE:
-        raise ValueError(f"outputs or gradients differ by {error:.2e} of their size: at most {TOLERANCE} is expected; mend the layer")
+        raise ValueError(
+            f"outputs or gradients differ by {error:.2e} of their size: at most {TOLERANCE} is expected; "
+            "mend the layer"
+        )
     return spent, error

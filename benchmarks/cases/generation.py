@@ -29,7 +29,12 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-PROMPTS = {"14": (14, 14, 1), "7 to 19": (7, 19, 1), "8 to 64": (8, 64, 1), "8 to 64, 8 answers each": (8, 64, 8)}
+PROMPTS = {
+    "14": (14, 14, 1),
+    "7 to 19": (7, 19, 1),
+    "8 to 64": (8, 64, 1),
+    "8 to 64, 8 answers each": (8, 64, 8),
+}
 """Shortest and longest prompt, tokens, and rows that have one."""
 
 
@@ -42,14 +47,26 @@ def measure(quick: bool) -> Iterator[Point]:
         model = tiny.save_model(Path(directory) / "model", LONGEST, **SIZES)
         for backend in ("megatron", "dtensor", "fsdp1"):
             for lengths, sizes in PROMPTS.items():
-                [measured] = pool.run(1, _compare, _config(model, backend, rows), _prompts(rows, *sizes), repeats)
-                yield Point({"backend": backend, "rows": rows, "prompts": lengths, "new_tokens": NEW_TOKENS}, _metrics(measured, rows))
+                [measured] = pool.run(
+                    1, _compare, _config(model, backend, rows), _prompts(rows, *sizes), repeats
+                )
+                yield Point(
+                    {"backend": backend, "rows": rows, "prompts": lengths, "new_tokens": NEW_TOKENS},
+                    _metrics(measured, rows),
+                )
 
 
 def _config(model: Path, backend: str, rows: int) -> dict[str, Any]:
     from benchmarks import tiny
 
-    generation = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": [], "pad_token_id": 0}
+    generation = {
+        "max_new_tokens": NEW_TOKENS,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "stop_token_ids": [],
+        "pad_token_id": 0,
+    }
     changes = {"max_total_sequence_length": LONGEST, "generation_batch_size": rows, "generation": generation}
     return tiny.policy_config(model, micro_batch=tiny.ROWS, backend=backend, **changes)
 
@@ -63,11 +80,15 @@ def _prompts(rows: int, shortest: int, longest: int, alike: int) -> list[list[in
 
 
 def _metrics(measured: Mapping[str, Any], rows: int) -> dict[str, Metric]:
-    assert measured["equal"] >= 0.99 * rows, f"only {measured['equal']} of {rows} answers are those of transformers"
+    assert measured["equal"] >= 0.99 * rows, (
+        f"only {measured['equal']} of {rows} answers are those of transformers"
+    )
     seconds = {key: measured[key] for key in ("worker", "worker_cpu", "transformers", "transformers_cpu")}
     return {
         "generation": Metric.ratio("generate of transformers", seconds["worker"], seconds["transformers"]),
-        "generation_cpu": Metric.ratio("CPU seconds of generate of transformers", seconds["worker_cpu"], seconds["transformers_cpu"]),
+        "generation_cpu": Metric.ratio(
+            "CPU seconds of generate of transformers", seconds["worker_cpu"], seconds["transformers_cpu"]
+        ),
         "tokens_per_second": Metric.of("1/s", [rows * NEW_TOKENS / value for value in seconds["worker"]]),
         "transformers_seconds": Metric.of("s", seconds["transformers"]),
         "equal_answers": Metric.of("share", [measured["equal"] / rows]),
@@ -97,11 +118,19 @@ def _compare(config: PolicyConfig, prompts: Sequence[Sequence[int]], repeats: in
 
     def ours() -> list[list[int]]:
         found = worker.generate(data=data, greedy=True)
-        return [ids[len(prompt) : len(prompt) + NEW_TOKENS] for ids, prompt in zip(found["output_ids"].tolist(), prompts, strict=True)]
+        return [
+            ids[len(prompt) : len(prompt) + NEW_TOKENS]
+            for ids, prompt in zip(found["output_ids"].tolist(), prompts, strict=True)
+        ]
 
     @torch.no_grad()
     def theirs() -> list[list[int]]:
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+        options = {
+            "max_new_tokens": NEW_TOKENS,
+            "min_new_tokens": NEW_TOKENS,
+            "do_sample": False,
+            "eos_token_id": None,
+        }
         return model.generate(left, attention_mask=mask, **options)[:, longest:].tolist()
 
     sides: dict[str, Callable[[], list[list[int]]]] = {"worker": ours, "transformers": theirs}

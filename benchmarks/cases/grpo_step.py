@@ -46,24 +46,39 @@ def measure(quick: bool) -> Iterator[Point]:
     from benchmarks.ranks import Ranks
     from megarl.quickstart.material import write_problems
 
-    against = "TRL" if find_spec("trl") else "a loop by hand (TRL is not installed: pip install 'megarl-trainer[bench]')"
+    against = (
+        "TRL"
+        if find_spec("trl")
+        else "a loop by hand (TRL is not installed: pip install 'megarl-trainer[bench]')"
+    )
     with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks, Ranks() as others:
         root, count = Path(temporary), 4 if quick else 32
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)
         task = Task(_model(root / "model"), prompts, ANSWERS, NEW_TOKENS)
         for backend in BACKENDS:
             for on_policy in (True, False):
-                [measured] = ranks.run(1, _compare, _config(task, backend), task, on_policy, 2 if quick else 5)
+                [measured] = ranks.run(
+                    1, _compare, _config(task, backend), task, on_policy, 2 if quick else 5
+                )
                 ratio = "exactly 1" if on_policy else "to the policy before"
-                yield Point({"backend": backend, "ratio": ratio, "against": against}, _metrics(measured, task), _run(measured, task, ratio))
+                yield Point(
+                    {"backend": backend, "ratio": ratio, "against": against},
+                    _metrics(measured, task),
+                    _run(measured, task, ratio),
+                )
         repeats, narrow = 2 if quick else 4, _model(root / "narrow", parts=2)
         halves = {"dp": replace(task, prompts=task.prompts[::2]), "tp": replace(task, model=narrow)}
         for backend in BACKENDS:
             alone = ranks.run(1, _steps, _config(task, backend), task, repeats)
             for divided, layout in LAYOUTS.items():
-                half = _beside_each_other((ranks, others), _config(halves[divided], backend), halves[divided], repeats)
+                half = _beside_each_other(
+                    (ranks, others), _config(halves[divided], backend), halves[divided], repeats
+                )
                 measured = ranks.run(layout.ranks, _steps, _config(task, backend, layout), task, repeats)
-                yield Point({"backend": backend, "layout": str(layout)}, _of_layout(measured, alone, half, HALVES[divided]))
+                yield Point(
+                    {"backend": backend, "layout": str(layout)},
+                    _of_layout(measured, alone, half, HALVES[divided]),
+                )
 
 
 def _model(directory: Path, parts: int = 1) -> Path:
@@ -75,8 +90,13 @@ def _model(directory: Path, parts: int = 1) -> Path:
 
     tokenizer = make_tokenizer()
     sizes: dict[str, int] = {**NARROW, "vocab_size": len(tokenizer)}
-    divided = {size: -(-sizes[size] // parts) for size in ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")}
-    tiny.save_model(directory, 64, **{**sizes, **divided}, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+    divided = {
+        size: -(-sizes[size] // parts)
+        for size in ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    tiny.save_model(
+        directory, 64, **{**sizes, **divided}, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"]
+    )
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -85,10 +105,27 @@ def _config(task: Task, backend: str, layout: Layout = ONE_RANK) -> dict[str, An
     from benchmarks.grpo_sides import BETAS, CLIP, EPSILON, LEARNING_RATE
     from benchmarks.subject import Work, policy_of
 
-    generation = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": [], "pad_token_id": 0}
-    changes: dict[str, Any] = {"generation": generation, "generation_batch_size": task.rows, "max_grad_norm": CLIP}
+    generation = {
+        "max_new_tokens": NEW_TOKENS,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "stop_token_ids": [],
+        "pad_token_id": 0,
+    }
+    changes: dict[str, Any] = {
+        "generation": generation,
+        "generation_batch_size": task.rows,
+        "max_grad_norm": CLIP,
+    }
     if backend == "megatron":
-        adam = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": 0.0, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
+        adam = {
+            "lr": LEARNING_RATE,
+            "min_lr": LEARNING_RATE,
+            "weight_decay": 0.0,
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+        }
         changes["megatron_cfg"] = {"optimizer": {**adam, "adam_eps": EPSILON, "clip_grad": CLIP}}
     else:
         kwargs = {"lr": LEARNING_RATE, "weight_decay": 0.0, "betas": list(BETAS), "eps": EPSILON}
@@ -118,7 +155,13 @@ def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) ->
 
     other.run(repeats, WARM_UP, turn)
     ours.worker.backend.close()
-    return {"ours": ours.phases.spent, "other": other.spent, "off": off, "lengths": lengths, "gemm": gemm_rate()}
+    return {
+        "ours": ours.phases.spent,
+        "other": other.spent,
+        "off": off,
+        "lengths": lengths,
+        "gemm": gemm_rate(),
+    }
 
 
 def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
@@ -135,11 +178,23 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
     lengths, step = measured["lengths"], ours["step"].wall
     # each answer's prompt is passed once, and each of its tokens; then log-probabilities, if any, then
     # training
-    done = (2 if "logprobs" in ours else 1) * forward_flops(config_of(task.model), lengths) + training_flops(config_of(task.model), lengths)
+    done = (2 if "logprobs" in ours else 1) * forward_flops(config_of(task.model), lengths) + training_flops(
+        config_of(task.model), lengths
+    )
     metrics["step_seconds"] = Metric.of("s", step)
-    metrics["tokens_per_second"] = Metric.of("tokens of prompts and answers a second", [sum(lengths) / took for took in step])
-    metrics["mfu"] = Metric.of("share of the rate of matrix products here", [done / took / measured["gemm"] for took in step])
-    return {**metrics, **{f"{name}_difference": Metric.of("from a plain model", [value]) for name, value in measured["off"].items()}}
+    metrics["tokens_per_second"] = Metric.of(
+        "tokens of prompts and answers a second", [sum(lengths) / took for took in step]
+    )
+    metrics["mfu"] = Metric.of(
+        "share of the rate of matrix products here", [done / took / measured["gemm"] for took in step]
+    )
+    return {
+        **metrics,
+        **{
+            f"{name}_difference": Metric.of("from a plain model", [value])
+            for name, value in measured["off"].items()
+        },
+    }
 
 
 def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
@@ -173,15 +228,24 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
     }
 
 
-def _beside_each_other(pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int) -> list[dict[str, Any]]:
+def _beside_each_other(
+    pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int
+) -> list[dict[str, Any]]:
     """Measure ``_steps`` on one rank of each pool at the same time: they share memory and caches, and do not
     communicate."""
     with ThreadPoolExecutor(len(pools)) as threads:
-        return [rank for ranks in threads.map(lambda pool: pool.run(1, _steps, config, task, repeats), pools) for rank in ranks]
+        return [
+            rank
+            for ranks in threads.map(lambda pool: pool.run(1, _steps, config, task, repeats), pools)
+            for rank in ranks
+        ]
 
 
 def _of_layout(
-    ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halves: Sequence[Mapping[str, Any]], name: str
+    ranks: Sequence[Mapping[str, Any]],
+    alone: Sequence[Mapping[str, Any]],
+    halves: Sequence[Mapping[str, Any]],
+    name: str,
 ) -> dict[str, Metric]:
     """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half
     of the work each and talk to nobody, and the collectives of the step by themselves. What an operation
@@ -198,11 +262,15 @@ def _of_layout(
     """
     pairs = zip(ranks[0]["numbers"], alone[0]["numbers"], strict=True)
     off = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
-    assert off < LOSS_TOLERANCE, f"loss and gradient norm {ranks[0]['numbers']} are not those of one rank, {alone[0]['numbers']}"
+    assert off < LOSS_TOLERANCE, (
+        f"loss and gradient norm {ranks[0]['numbers']} are not those of one rank, {alone[0]['numbers']}"
+    )
     metrics: dict[str, Metric] = {}
     for phase in ("step", "generation", "training"):
         spent, single = over_ranks([rank["ours"][phase] for rank in ranks]), alone[0]["ours"][phase]
-        metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio("core-seconds of one rank", spent.cpu, single.cpu)
+        metrics[f"{phase}_core_seconds_to_one_rank"] = Metric.ratio(
+            "core-seconds of one rank", spent.cpu, single.cpu
+        )
         apart = over_ranks([rank["ours"][phase] for rank in halves]).cpu
         metrics[f"{phase}_core_seconds_to_two_halves"] = Metric.ratio(name, spent.cpu, apart)
         metrics[f"{phase}_two_halves_to_one_rank"] = Metric.of(
@@ -215,17 +283,29 @@ def _of_layout(
     whole = over_ranks([rank["ours"]["step"] for rank in ranks]).cpu
     halved = over_ranks([rank["ours"]["step"] for rank in halves]).cpu
     limit = [apart + sending for apart, sending in zip(halved, sent.cpu, strict=True)]
-    metrics["step_core_seconds_to_limit"] = Metric.ratio(f"{name}, and the step's collectives alone", whole, limit)
-    metrics["step_limit_to_one_rank"] = Metric.ratio("core-seconds of one rank", limit, alone[0]["ours"]["step"].cpu)
+    metrics["step_core_seconds_to_limit"] = Metric.ratio(
+        f"{name}, and the step's collectives alone", whole, limit
+    )
+    metrics["step_limit_to_one_rank"] = Metric.ratio(
+        "core-seconds of one rank", limit, alone[0]["ours"]["step"].cpu
+    )
     metrics["collectives_core_seconds"] = Metric.of("CPU s", sent.cpu)
     metrics["collectives"] = Metric.of("a step and rank", [ranks[0]["number"]])
     metrics["collectives_ranks"] = Metric.of("ranks of the group of each", [ranks[0]["group"]])
-    return {**metrics, "difference": Metric.of("largest relative difference of loss and gradient norm from one rank's", [off])}
+    return {
+        **metrics,
+        "difference": Metric.of(
+            "largest relative difference of loss and gradient norm from one rank's", [off]
+        ),
+    }
 
 
 def _alone(phase: str, spent: Spent) -> dict[str, Metric]:
     """Return seconds of a phase that the other side has not, or has for other things."""
-    return {f"{phase}_seconds": Metric.of("s", spent.wall), f"{phase}_cpu_seconds": Metric.of("CPU s", spent.cpu)}
+    return {
+        f"{phase}_seconds": Metric.of("s", spent.wall),
+        f"{phase}_cpu_seconds": Metric.of("CPU s", spent.cpu),
+    }
 
 
 def _run(measured: Mapping[str, Any], task: Task, ratio: str) -> dict[str, int | float | str]:

@@ -30,14 +30,29 @@ def measure(quick: bool) -> Iterator[Point]:
         moments = {name: settings.format_of(name).zeros(count, CPU) for name in MOMENTS}
         shard = Shard("w", 0, master.bfloat16(), torch.randn(count).bfloat16(), moments, master)
         states = [master, *moments.values()]
-        source, target = (torch.ones(sum(state.nbytes for state in states), dtype=torch.uint8) for _ in range(2))
+        source, target = (
+            torch.ones(sum(state.nbytes for state in states), dtype=torch.uint8) for _ in range(2)
+        )
         numbers = Hyperparameters(1e-4, (0.9, 0.95), 1e-8, 0.1, 1)
-        sides = {"adam": partial(HostAdam(CPU).step, [(shard, numbers)], settings), "copy": partial(target.copy_, source)}
+        sides = {
+            "adam": partial(HostAdam(CPU).step, [(shard, numbers)], settings),
+            "copy": partial(target.copy_, source),
+        }
         spent = spent_in_turn(sides, repeats=5 if quick else 9)
         adam, copy = spent["adam"], spent["copy"]
         metrics = {
             "of_copy": Metric.ratio("bytes a second of a copy", copy.wall, adam.wall),
             "of_copy_cpu": Metric.ratio("bytes a CPU second of a copy", copy.cpu, adam.cpu),
-            "states": Metric.of("GB of states a second", [source.nbytes / seconds / 1e9 for seconds in adam.wall]),
+            "states": Metric.of(
+                "GB of states a second", [source.nbytes / seconds / 1e9 for seconds in adam.wall]
+            ),
         }
-        yield Point({"exp_avg": formats[0], "exp_avg_sq": formats[1], "parameters": count, "threads": torch.get_num_threads()}, metrics)
+        yield Point(
+            {
+                "exp_avg": formats[0],
+                "exp_avg_sq": formats[1],
+                "parameters": count,
+                "threads": torch.get_num_threads(),
+            },
+            metrics,
+        )

@@ -36,7 +36,9 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
             for backend in tiny.BACKENDS:
                 policy = policy_of(model, backend, work, device=options.device)
                 [(spent, error)] = ranks.run(1, _compare, policy, work, 3 if quick else 7, options.device)
-                yield Point({"size": size, "backend": backend, "length": work.length}, _metrics(spent, error, tokens))
+                yield Point(
+                    {"size": size, "backend": backend, "length": work.length}, _metrics(spent, error, tokens)
+                )
 
 
 def _sizes(quick: bool, options: Options, directory: Path) -> Iterator[tuple[str, Path, Work]]:
@@ -49,13 +51,19 @@ def _sizes(quick: bool, options: Options, directory: Path) -> Iterator[tuple[str
         return
     yield "layers", model_of(options, directory / "layers", 64), Work(8 if quick else 32, 64)
     if not quick:
-        yield "vocabulary", model_of(options, directory / "vocabulary", 64, **{**NARROW, "vocab_size": 32_000}), Work(8, 64)
+        yield (
+            "vocabulary",
+            model_of(options, directory / "vocabulary", 64, **{**NARROW, "vocab_size": 32_000}),
+            Work(8, 64),
+        )
 
 
 def _metrics(spent: dict[str, Spent], error: float, tokens: int) -> dict[str, Metric]:
     return {
         **sides("logprobs", spent["worker"], "a plain loop", spent["plain"]),
-        "tokens_per_second": Metric.of("valid tokens a second", [tokens / took for took in spent["worker"].wall]),
+        "tokens_per_second": Metric.of(
+            "valid tokens a second", [tokens / took for took in spent["worker"].wall]
+        ),
         "difference": Metric.of("largest difference of a log-probability", [error]),
     }
 
@@ -82,7 +90,9 @@ def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tup
         found["worker"] = worker.get_logprobs(data=data)["logprobs"][:, 1:]
 
     def plain() -> None:
-        parts = [_plain(model, ids, device) for ids in batch["input_ids"].to(device).split(rows_at_once(work))]
+        parts = [
+            _plain(model, ids, device) for ids in batch["input_ids"].to(device).split(rows_at_once(work))
+        ]
         found["plain"] = torch.cat(parts).cpu()
 
     spent = spent_in_turn({"worker": ours, "plain": plain}, repeats=repeats, clock=clock_of(device))

@@ -47,8 +47,21 @@ _DEVICE = {
     "event_handle": bytes(64),
     "event_sync_required": True,
 }
-_MEMORY = {"host": f"{'0' * 36}/pid:[4026531836]", "process": 1234567, "descriptor": 123, "nbytes": 4096, "token": "0" * 32}
-_MAILBOX = {"host": _MEMORY["host"], "process": 1234567, "on_gpu": True, "engine_rank": None, "name": "0" * 5, "token": "0" * 32}
+_MEMORY = {
+    "host": f"{'0' * 36}/pid:[4026531836]",
+    "process": 1234567,
+    "descriptor": 123,
+    "nbytes": 4096,
+    "token": "0" * 32,
+}
+_MAILBOX = {
+    "host": _MEMORY["host"],
+    "process": 1234567,
+    "on_gpu": True,
+    "engine_rank": None,
+    "name": "0" * 5,
+    "token": "0" * 32,
+}
 # of a group whose handle the driver carries
 _CARRIED = {"round": 0, "mailbox": _MAILBOX}
 
@@ -155,16 +168,24 @@ def manifest_of(layout: Layout) -> Manifest:
     from converters.mapping.rules import hf_tensors
     from megarl.weight_sync.manifest import Manifest
 
-    return Manifest.from_description({part.name: (part.shape, torch.bfloat16) for part in hf_tensors(architecture_of(layout))})
+    return Manifest.from_description(
+        {part.name: (part.shape, torch.bfloat16) for part in hf_tensors(architecture_of(layout))}
+    )
 
 
 def wanted_of(layout: Layout, manifest: Manifest) -> tuple[dict[str, Slice], ...]:
     """Return the slices that each rank of an engine reads; see ``slices_read``."""
     experts = layout.mixture * layout.divided
-    return slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine, experts) if layout.engine > 1 else ({},)
+    return (
+        slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine, experts)
+        if layout.engine > 1
+        else ({},)
+    )
 
 
-def slices_read(manifest: Manifest, key_heads: int, ranks: int, experts: int = 0) -> tuple[dict[str, Slice], ...]:
+def slices_read(
+    manifest: Manifest, key_heads: int, ranks: int, experts: int = 0
+) -> tuple[dict[str, Slice], ...]:
     """Return the slices of a model that each rank of a vLLM engine reads, as ``tests/system/test_vllm.py``
     sees its loaders do.
 
@@ -175,7 +196,11 @@ def slices_read(manifest: Manifest, key_heads: int, ranks: int, experts: int = 0
         experts: that are divided over these ranks; 0 where each of them is cut.
     """
     return tuple(
-        {tensor.name: where for tensor in manifest.tensors if (where := _slice_read(tensor, key_heads, rank, ranks, experts)) is not None}
+        {
+            tensor.name: where
+            for tensor in manifest.tensors
+            if (where := _slice_read(tensor, key_heads, rank, ranks, experts)) is not None
+        }
         for rank in range(ranks)
     )
 
@@ -201,7 +226,17 @@ def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int, exper
         start, stop = min(rank * share, rows), min((rank + 1) * share, rows)
         # a rank that has padding alone reads nothing
         found = Slice(0, start, stop - start) if stop > start else Slice(0, 0, 0)
-    elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"):
+    elif module in (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "gate_proj",
+        "up_proj",
+        "w1",
+        "w3",
+        "q_b_proj",
+        "kv_b_proj",
+    ):
         found = Slice(0, rank * rows // ranks, rows // ranks)
     elif module in ("o_proj", "down_proj", "w2") and tensor.name.endswith("weight"):
         found = Slice(1, rank * tensor.shape[1] // ranks, tensor.shape[1] // ranks)
@@ -238,14 +273,20 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
     padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
     shapes = {tensor.name: tensor for tensor in manifest.tensors}
     ranks = range(math.lcm(layout.tensor, layout.expert, layout.engine))
-    everybody = {Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks}
+    everybody = {
+        Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks
+    }
     gathered = whole = 0
     for rule in all_rules(architecture):
         of_expert = is_expert(rule.megatron_name)
         cut = 1 if of_expert else layout.tensor
         share = architecture.mixture.num_experts // layout.expert if architecture.mixture is not None else 1
         owner = expert_index(rule.megatron_name) // share if of_expert else 0
-        reach = reach_of(rule, owner, layouts_of(rule, cut, padded, architecture), wanted, everybody) if any(wanted) else Reach.ALL
+        reach = (
+            reach_of(rule, owner, layouts_of(rule, cut, padded, architecture), wanted, everybody)
+            if any(wanted)
+            else Reach.ALL
+        )
         holders = cut * (layout.expert if of_expert else 1)
         sources = {Reach.OWN: 1, Reach.TENSOR: cut, Reach.ALL: holders}[reach]
         nbytes = sum(shapes[part.name].nbytes for part in rule.parts)
@@ -296,7 +337,9 @@ class Workers:
     sent: int = 0
     heard: int = 0
 
-    def run_all_workers_single_data(self, method: str, run_rank_0_only_axes: Sequence[str] = (), **options: Any) -> list[Any]:
+    def run_all_workers_single_data(
+        self, method: str, run_rank_0_only_axes: Sequence[str] = (), **options: Any
+    ) -> list[Any]:
         """Call all workers: each is its engine's only node."""
         self.calls[method] += 1
         for value in options.values():
@@ -351,7 +394,11 @@ def _sent(rank: int, names: list[str]) -> list[str] | str:
 
 
 def driver_of(
-    manifest: Manifest, ranks: int, engines: int, engine_ranks: int, slices: Sequence[Mapping[str, Slice]] = ()
+    manifest: Manifest,
+    ranks: int,
+    engines: int,
+    engine_ranks: int,
+    slices: Sequence[Mapping[str, Slice]] = (),
 ) -> tuple[Policy, EngineGroup]:
     """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read
     ``slices``, all of which the policy's ranks send."""
@@ -365,24 +412,36 @@ def driver_of(
     policy.worker_group = Workers(  # type: ignore[assignment]
         ranks,
         {
-            "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
+            "prepare_refit_info": lambda rank, first_rank_only=False: (
+                manifest.description() if not (first_rank_only and rank) else {}
+            ),
             "mailbox": lambda rank: {device(rank): _MAILBOX},
-            "send_slices": lambda rank, wanted, first_rank_only: _sent(rank, [] if wanted is None else list(slices[0])),
+            "send_slices": lambda rank, wanted, first_rank_only: _sent(
+                rank, [] if wanted is None else list(slices[0])
+            ),
             "begin_refit": lambda rank: room(manifest),
-            "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count) | _CARRIED},
+            "get_part_ipc_handles": lambda rank, first, count: {
+                device(rank): payload(manifest, first, count) | _CARRIED
+            },
         },
     )
     played = Workers(
         engines,
         {
             "slices_read": lambda engine, as_digest=False: [
-                (device(engine * engine_ranks + rank), digests[rank] if as_digest else slices[rank]) for rank in range(engine_ranks)
+                (device(engine * engine_ranks + rank), digests[rank] if as_digest else slices[rank])
+                for rank in range(engine_ranks)
             ],
-            **{name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
+            **{
+                name: lambda engine, **options: VERSION
+                for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")
+            },
         },
     )
     workers = EngineWorkers(lambda: played, engines, engine_ranks, nodes=1, init_timeout_s=60.0)  # type: ignore[arg-type, return-value]
-    generation = EngineGroup(workers, {"colocated": {"enabled": True}}, vocab_size=0, longest=0, longest_key="")
+    generation = EngineGroup(
+        workers, {"colocated": {"enabled": True}}, vocab_size=0, longest=0, longest_key=""
+    )
     generation._connected = True
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
     return policy, generation
@@ -430,7 +489,9 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
         with mock.patch("secrets.randbits", return_value=2**61):
             refit_policy_generation(policy, generation, colocated_inference=way == "hand over")
     if generation.version != VERSION:
-        raise RuntimeError(f"a refit by {way} left the engines at version {generation.version}, not {VERSION}")
+        raise RuntimeError(
+            f"a refit by {way} left the engines at version {generation.version}, not {VERSION}"
+        )
     calls = [{name: number for name, number in group.calls.items() if name not in LIFE} for group in groups]
     return Counted(
         sum(sum(found.values()) for found in calls),
@@ -461,31 +522,54 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
     found = {way: counted(policy, generation, way) for way in ("hand over", "broadcast", "handles")}
     ours, apart, carried = found["hand over"], found["broadcast"], found["handles"]
     if max(ours.calls, apart.calls) > CALLS:
-        raise RuntimeError(f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} are allowed")
+        raise RuntimeError(
+            f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} "
+            "are allowed"
+        )
     found_moved = moved(manifest, layout, wanted)
     handed = found_moved.handed
     groups = list(handed.groups(room(handed)))
-    posted = sum(len(json.dumps(without_bytes(payload(handed, group.first, group.count)))) for group in groups)
+    posted = sum(
+        len(json.dumps(without_bytes(payload(handed, group.first, group.count)))) for group in groups
+    )
     metrics = {
         "calls": Metric.of("calls of all ranks or all engines by which weights go", [ours.calls]),
         "calls_apart": Metric.of("such calls of a refit of engines apart", [apart.calls]),
         "calls_by_handles": Metric.of("such calls where the driver carries handles", [carried.calls]),
         "calls_of_memory": Metric.of("calls that make room for weights", [ours.others]),
         "messages": Metric.of("messages to single workers by which weights go", [ours.messages]),
-        "messages_by_handles": Metric.of("such messages where the driver carries handles", [carried.messages]),
+        "messages_by_handles": Metric.of(
+            "such messages where the driver carries handles", [carried.messages]
+        ),
         "driver_bytes": Metric.of("bytes to and from the driver", [ours.nbytes]),
         "driver_bytes_first": Metric.of("bytes to and from the driver at the first refit", [first.nbytes]),
-        "driver_bytes_by_handles": Metric.of("bytes to and from the driver that carries handles", [carried.nbytes]),
+        "driver_bytes_by_handles": Metric.of(
+            "bytes to and from the driver that carries handles", [carried.nbytes]
+        ),
         "groups": Metric.of("groups that a rank posts", [len(groups)]),
         "posted_bytes": Metric.of("bytes that a rank writes into its mailbox", [posted]),
         "sliced_weights": Metric.of("weights that a rank hands over as slices", [len(handed.slices)]),
-        "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [found_moved.gathered]),
-        "gathered_bytes_whole": Metric.of("such bytes where engines take whole weights", [found_moved.gathered_whole]),
-        "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [handed.total_bytes]),
-        "handed_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes]),
-        "experts_kept": Metric.of("bytes of a layer's experts that an engine's rank keeps until it has them", [experts_kept(handed)]),
-        "experts_kept_whole": Metric.of("such bytes where engines take whole weights", [experts_kept(manifest)]),
-        "weights_loaded": Metric.of("weights that an engine's rank hands to vLLM's loaders", [weights_loaded(manifest)]),
+        "gathered_bytes": Metric.of(
+            "bytes of weights that a rank gets from other ranks", [found_moved.gathered]
+        ),
+        "gathered_bytes_whole": Metric.of(
+            "such bytes where engines take whole weights", [found_moved.gathered_whole]
+        ),
+        "handed_bytes": Metric.of(
+            "bytes of weights that a rank hands over on its device", [handed.total_bytes]
+        ),
+        "handed_bytes_whole": Metric.of(
+            "such bytes where engines take whole weights", [manifest.total_bytes]
+        ),
+        "experts_kept": Metric.of(
+            "bytes of a layer's experts that an engine's rank keeps until it has them", [experts_kept(handed)]
+        ),
+        "experts_kept_whole": Metric.of(
+            "such bytes where engines take whole weights", [experts_kept(manifest)]
+        ),
+        "weights_loaded": Metric.of(
+            "weights that an engine's rank hands to vLLM's loaders", [weights_loaded(manifest)]
+        ),
         "weights": Metric.of("weights of the model", [len(manifest.tensors)]),
     }
     return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)

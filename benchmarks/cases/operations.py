@@ -98,7 +98,9 @@ class Count:
 def _place() -> str:
     """Return the line of this project or of Megatron-Core that called torch."""
     for frame in reversed(traceback.extract_stack()[:-2]):
-        if "/torch/" not in frame.filename and not frame.filename.endswith(("benchmarks/cases/operations.py", "cuda_redirect.py")):
+        if "/torch/" not in frame.filename and not frame.filename.endswith(
+            ("benchmarks/cases/operations.py", "cuda_redirect.py")
+        ):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return "unknown"
 
@@ -108,7 +110,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._count = count
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name = func.name().split("::")[1].split(".")[0]
         if name in HANDED_OVER:
             self._count.syncs[_place()] += 1
@@ -124,9 +128,15 @@ class _Syncs(TorchFunctionMode):
         super().__init__()
         self._count = count
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         options = kwargs or {}
-        from_list = func in (torch.tensor, torch.as_tensor) and "device" in options and isinstance(args[0], list | tuple)
+        from_list = (
+            func in (torch.tensor, torch.as_tensor)
+            and "device" in options
+            and isinstance(args[0], list | tuple)
+        )
         if from_list or _moves(func, args, options) or func in (Tensor.tolist, Tensor.cpu):
             self._count.syncs[_place()] += 1
         return func(*args, **options)
@@ -134,7 +144,11 @@ class _Syncs(TorchFunctionMode):
 
 def _moves(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Return whether a call moves a tensor to a device and waits until it is there."""
-    return func is Tensor.to and not options.get("non_blocking") and any(map(_is_device, (*args[1:], *options.values())))
+    return (
+        func is Tensor.to
+        and not options.get("non_blocking")
+        and any(map(_is_device, (*args[1:], *options.values())))
+    )
 
 
 def _is_device(value: Any) -> bool:
@@ -158,11 +172,17 @@ def measure(quick: bool) -> Iterator[Point]:
             model = tiny.save_model(Path(directory) / "model", TOKENS)
             counts = {sequences: counts_of(pool, model, sequences) for sequences in SEQUENCES}
             compiled = counts_of(pool, model, SEQUENCES[1], compiled=True)
-            mixtures = {experts: mixture_counts(pool, Path(directory) / f"experts-{experts}", experts) for experts in EXPERTS}
+            mixtures = {
+                experts: mixture_counts(pool, Path(directory) / f"experts-{experts}", experts)
+                for experts in EXPERTS
+            }
     finally:
         pool.close()
     for sequences, found in counts.items():
-        yield Point({"sequences": sequences, "tokens": TOKENS}, {name: Metric.of("calls", [value]) for name, value in found.items()})
+        yield Point(
+            {"sequences": sequences, "tokens": TOKENS},
+            {name: Metric.of("calls", [value]) for name, value in found.items()},
+        )
     require_few(counts)
     yield Point(
         {"sequences": SEQUENCES[1], "tokens": TOKENS, "fusions": "compiled"},
@@ -183,7 +203,9 @@ def require_as_many(mixtures: Mapping[int, Mapping[str, Mapping[str, int]]]) -> 
         mixtures: for each number of experts, what ``mixture_counts`` gives.
     """
     grouped = {experts: kinds["grouped"] for experts, kinds in mixtures.items()}
-    assert len({tuple(found.items()) for found in grouped.values()}) == 1, f"counts depend on the number of experts: {grouped}"
+    assert len({tuple(found.items()) for found in grouped.values()}) == 1, (
+        f"counts depend on the number of experts: {grouped}"
+    )
 
 
 def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str, dict[str, int]]:
@@ -191,9 +213,21 @@ def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str,
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": tiny.LAYERS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "sliding_window": None}
-    config = MixtralConfig(**sizes, **heads, num_local_experts=experts, num_experts_per_tok=4, tie_word_embeddings=False)
+    sizes = {
+        "vocab_size": tiny.VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": tiny.LAYERS,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TOKENS,
+        "sliding_window": None,
+    }
+    config = MixtralConfig(
+        **sizes, **heads, num_local_experts=experts, num_experts_per_tok=4, tie_word_embeddings=False
+    )
     MixtralForCausalLM(config).save_pretrained(directory)
     kinds = {"loop": False, "grouped": True}
     return {kind: counts_of(pool, directory, 16, moe_grouped_gemm=grouped) for kind, grouped in kinds.items()}
@@ -205,21 +239,33 @@ def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
     Args:
         counts: for each number of sequences, what ``counts_of`` gives.
     """
-    assert len({tuple(found.items()) for found in counts.values()}) == 1, f"counts depend on the number of sequences: {counts}"
+    assert len({tuple(found.items()) for found in counts.values()}) == 1, (
+        f"counts depend on the number of sequences: {counts}"
+    )
     found = next(iter(counts.values()))
-    assert found["train_operations"] <= MOST_OPERATIONS, f"{found['train_operations']} operations, at most {MOST_OPERATIONS}: {counts}"
-    assert found["train_syncs"] == found["logprob_syncs"] == 0, f"a micro-batch waits for the device: {counts}"
+    assert found["train_operations"] <= MOST_OPERATIONS, (
+        f"{found['train_operations']} operations, at most {MOST_OPERATIONS}: {counts}"
+    )
+    assert found["train_syncs"] == found["logprob_syncs"] == 0, (
+        f"a micro-batch waits for the device: {counts}"
+    )
 
 
 def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None:
     """Fail where functions that torch.compile fuses do not save operations, or make a micro-batch wait."""
     for name in ("train_operations", "logprob_operations"):
         bound = FUSED_SHARE * plain[name]
-        assert compiled[name] <= bound, f"{name}: {compiled[name]} with fusions, {plain[name]} without, of which {bound:g} are the most"
-    assert compiled["train_syncs"] == compiled["logprob_syncs"] == 0, f"a micro-batch waits for the device: {compiled}"
+        assert compiled[name] <= bound, (
+            f"{name}: {compiled[name]} with fusions, {plain[name]} without, of which {bound:g} are the most"
+        )
+    assert compiled["train_syncs"] == compiled["logprob_syncs"] == 0, (
+        f"a micro-batch waits for the device: {compiled}"
+    )
 
 
-def counts_of(pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any) -> dict[str, int]:
+def counts_of(
+    pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any
+) -> dict[str, int]:
     """Return operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens
     together, ``compiled`` with what is fused on a GPU; ``megatron`` are keys of ``megatron_cfg``.
 
@@ -240,7 +286,9 @@ def counts_of(pool: WorkerPool, model: Path, sequences: int, *, compiled: bool =
 def _config(model: Path, sequences: int, megatron: Mapping[str, Any]) -> dict[str, Any]:
     packing = {"enabled": True, "train_mb_tokens": TOKENS, "logprob_mb_tokens": TOKENS}
     changes = {"train_global_batch_size": sequences, "max_total_sequence_length": TOKENS}
-    return tiny.policy_config(model, micro_batch=1, **changes, sequence_packing=packing, megatron_cfg=dict(megatron))
+    return tiny.policy_config(
+        model, micro_batch=1, **changes, sequence_packing=packing, megatron_cfg=dict(megatron)
+    )
 
 
 class _Stop(Exception):
@@ -265,8 +313,12 @@ def _counted_of(worker: Any, config: PolicyConfig, sequences: int) -> dict[tuple
     with one_operation_attention(), patched((worker.backend, "apply_gradients", stop)):
         for micro_batches in (1, 3):
             rows, length = micro_batches * sequences, TOKENS // sequences
-            ids = torch.randint(2, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
-            batch: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((rows,), length)})
+            ids = torch.randint(
+                2, tiny.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0)
+            )
+            batch: BatchedDataDict[Any] = BatchedDataDict(
+                {"input_ids": ids, "input_lengths": torch.full((rows,), length)}
+            )
             logprob = shard_batch(batch, config, 1, phase="logprob").shards[0]
             batch.update(token_mask=torch.ones(rows, length), sample_mask=torch.ones(rows))
             train = shard_batch(batch, config, 1, phase="train", global_batch=rows).shards[0]
@@ -275,7 +327,10 @@ def _counted_of(worker: Any, config: PolicyConfig, sequences: int) -> dict[tuple
                 with contextlib.suppress(_Stop):
                     worker.train(data=train, loss_fn=NLLLoss(), gbs=rows)
 
-            for name, call in (("train", step), ("logprob", lambda logprob=logprob: worker.get_logprobs(data=logprob))):
+            for name, call in (
+                ("train", step),
+                ("logprob", lambda logprob=logprob: worker.get_logprobs(data=logprob)),
+            ):
                 found[name, micro_batches] = _warm_count(call)
     worker.backend.close()
     return found
@@ -309,7 +364,11 @@ def one_operation_functions() -> Iterator[None]:
     whole, back = fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back
     with patched(
         (settings, "compiles", lambda: True),
-        (residual_norm, "_compiled", lambda: tuple(map(_one_operation, (residual_norm._sum_and_norm, residual_norm._gradients)))),
+        (
+            residual_norm,
+            "_compiled",
+            lambda: tuple(map(_one_operation, (residual_norm._sum_and_norm, residual_norm._gradients))),
+        ),
         (fused_bias_swiglu, "swiglu", _one_operation(whole)),
         (fused_bias_swiglu, "swiglu_back", _one_operation(back)),
     ):
@@ -347,7 +406,9 @@ def _stand_in(
 
 
 @torch.library.custom_op("megarl_benchmarks::varlen", mutates_args=())
-def _forward(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """[T, H, D], [T, G, D], [T, G, D] -> [T, H, D], and the log-sum-exp [T, H]."""
     parts = [partial_attention(*_whole(run), scale, causal=True) for run in _runs(offsets, query, key, value)]
     return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1))

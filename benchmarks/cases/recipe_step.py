@@ -38,7 +38,9 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         peak = _peak(options.device)
-        tokenizer = get_tokenizer(section.get("tokenizer") or {"name": section["model_name"]}, section["trust_remote_code"])
+        tokenizer = get_tokenizer(
+            section.get("tokenizer") or {"name": section["model_name"]}, section["trust_remote_code"]
+        )
         policy = start_policy(config, tokenizer, ResumePoint(), stack)
         for longest in options.tokens or (section["max_total_sequence_length"],):
             batch = batch_for(section, longest, len(tokenizer))
@@ -56,7 +58,10 @@ def recipe(options: Options) -> dict[str, Any]:
     from megarl.config.validate import validate_config
 
     if options.model is None or Path(options.model).suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--model {options.model}: not a recipe. Fix: name a YAML file, such as configs/grpo-qwen2.5-1.5b-megatron.yaml")
+        raise ValueError(
+            f"--model {options.model}: not a recipe. Fix: name a YAML file, such as "
+            "configs/grpo-qwen2.5-1.5b-megatron.yaml"
+        )
     changes = [f"cluster.device={options.device}", "run_dir=runs/benchmark", "checkpointing.enabled=false"]
     return dict(validate_config(load_config(options.model, changes)))
 
@@ -69,11 +74,20 @@ def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> Batch
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     rows = policy["train_global_batch_size"]
-    lengths = torch.tensor([max(2, length) for length in draw_lengths(Profile(longest // 2, longest), rows, seed=0)])
+    lengths = torch.tensor(
+        [max(2, length) for length in draw_lengths(Profile(longest // 2, longest), rows, seed=0)]
+    )
     lengths[0] = longest
     inside = torch.arange(longest)[None] < lengths[:, None]
     ids = torch.randint(2, vocabulary, (rows, longest), generator=torch.Generator().manual_seed(0)) * inside
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float(), "sample_mask": torch.ones(rows)})
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(rows),
+        }
+    )
 
 
 def _peak(device: str) -> float:
@@ -93,7 +107,10 @@ def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:
     losses: list[float] = []
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "logprobs": (policy.prepare_for_lp_inference, lambda: policy.get_logprobs(batch)),
-        "training": (policy.prepare_for_training, lambda: losses.append(float(policy.train(batch, NLLLoss())["loss"]))),
+        "training": (
+            policy.prepare_for_training,
+            lambda: losses.append(float(policy.train(batch, NLLLoss())["loss"])),
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*calls, "step")}
     for turn in range(1 + repeats):
@@ -110,7 +127,9 @@ def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _point(config: Mapping[str, Any], batch: Any, longest: int, seconds: Mapping[str, list[float]], peak: float) -> Point:
+def _point(
+    config: Mapping[str, Any], batch: Any, longest: int, seconds: Mapping[str, list[float]], peak: float
+) -> Point:
     from transformers import AutoConfig
 
     from benchmarks.flops import forward_flops, training_flops
@@ -118,19 +137,30 @@ def _point(config: Mapping[str, Any], batch: Any, longest: int, seconds: Mapping
 
     policy, lengths = config["policy"], batch["input_lengths"].tolist()
     ranks = config["cluster"]["num_nodes"] * config["cluster"]["gpus_per_node"]
-    model, gpus = AutoConfig.from_pretrained(policy["model_name"]), ranks if config["cluster"]["device"] == "cuda" else 0
+    model, gpus = (
+        AutoConfig.from_pretrained(policy["model_name"]),
+        ranks if config["cluster"]["device"] == "cuda" else 0,
+    )
     done = {"logprobs": forward_flops(model, lengths), "training": training_flops(model, lengths)}
     done["step"] = done["logprobs"] + done["training"]
     metrics = {f"{name}_seconds": Metric.of("s", taken) for name, taken in seconds.items()}
     for name, taken in seconds.items():
         shares = [done[name] / took / ranks / peak for took in taken]
-        metrics["mfu" if name == "step" else f"{name}_mfu"] = Metric.of("share of the rate of matrix products on as many devices", shares)
+        metrics["mfu" if name == "step" else f"{name}_mfu"] = Metric.of(
+            "share of the rate of matrix products on as many devices", shares
+        )
     third = [took / 3 for took in seconds["training"]]
     metrics["logprobs_over_third"] = Metric.ratio("a third of the training phase", seconds["logprobs"], third)
-    rate = Metric.of("valid tokens a second and rank", [sum(lengths) / took / ranks for took in seconds["step"]])
+    rate = Metric.of(
+        "valid tokens a second and rank", [sum(lengths) / took / ranks for took in seconds["step"]]
+    )
     metrics["tokens_per_second_per_gpu" if gpus else "tokens_per_second_per_rank"] = rate
     backend, layout = enabled_backend(policy), layout_in(policy, ranks)
-    facts: dict[str, int | float | str] = {"algorithm": config["algorithm"], "model": Path(policy["model_name"]).name, "gpus": gpus}
+    facts: dict[str, int | float | str] = {
+        "algorithm": config["algorithm"],
+        "model": Path(policy["model_name"]).name,
+        "gpus": gpus,
+    }
     facts |= {"longest": max(lengths), "mean_length": sum(lengths) / len(lengths)}
     facts |= {"training_batch": len(lengths), "training_layout": layout}
     parameters = {"model": facts["model"], "backend": backend, "layout": layout, "longest": longest}

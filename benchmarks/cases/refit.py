@@ -26,7 +26,13 @@ from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
 from megarl.distributed.device import DeviceRuntime
 from megarl.distributed.virtual_cluster import free_port
-from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan, in_buckets
+from megarl.models.engine.gather_stream import (
+    FullTensor,
+    GatherStream,
+    InFlightBucket,
+    UnshardPlan,
+    in_buckets,
+)
 from megarl.weight_sync.broadcast import BUFFERS, WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import BUCKET_BYTES, LIST_BYTES, Manifest, buffer_bytes
 from megarl.weight_sync.plan import Copy
@@ -48,7 +54,9 @@ def measure_handover(quick: bool) -> Iterator[Point]:
     # thousands of handles are more than a process may have open files
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1
+        )
         try:
             yield from _points(_handed_over, quick)
         finally:
@@ -86,7 +94,10 @@ class _RandomWeights:
         self.named = dict(zip(names, memory.split(elements), strict=True))
         buckets = list(in_buckets(names, lambda name: self.named[name].nbytes, BUCKET_BYTES))
         shards = memory.split([elements * len(bucket) for bucket in buckets])
-        self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
+        self._buckets = [
+            (_lying_together(bucket, elements), part.view(1, -1))
+            for bucket, part in zip(buckets, shards, strict=True)
+        ]
 
     def delivery(self) -> GatherStream:
         """Return all weights as Megatron and DTensor give them: in buckets of which it is known where each
@@ -100,7 +111,10 @@ class _RandomWeights:
 
 
 def _lying_together(names: Sequence[str], elements: int) -> UnshardPlan:
-    return UnshardPlan(FullTensor(name, (elements,), (Copy.run_of(elements, index * elements, 0),)) for index, name in enumerate(names))
+    return UnshardPlan(
+        FullTensor(name, (elements,), (Copy.run_of(elements, index * elements, 0),))
+        for index, name in enumerate(names)
+    )
 
 
 def _metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: float) -> dict[str, Metric]:
@@ -114,10 +128,18 @@ def _metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: flo
     """
     return {
         "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
-        "against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["refit"]),
-        "singly_against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["singly"]),
-        "against_each": Metric.ratio("the speed of every tensor for itself", seconds["each"], seconds["refit"]),
-        "beyond_flat": Metric.of("ms", [1e3 * (one - flat) for one, flat in zip(seconds["refit"], seconds["flat"], strict=True)]),
+        "against_flat": Metric.ratio(
+            "the speed of all bytes as one piece", seconds["flat"], seconds["refit"]
+        ),
+        "singly_against_flat": Metric.ratio(
+            "the speed of all bytes as one piece", seconds["flat"], seconds["singly"]
+        ),
+        "against_each": Metric.ratio(
+            "the speed of every tensor for itself", seconds["each"], seconds["refit"]
+        ),
+        "beyond_flat": Metric.of(
+            "ms", [1e3 * (one - flat) for one, flat in zip(seconds["refit"], seconds["flat"], strict=True)]
+        ),
         "memory": Metric.of("MiB above the model", [memory]),
         "buffer": Metric.of("MiB configured", [BUFFER_GIB * 1024]),
     }
@@ -127,10 +149,15 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     weights = _RandomWeights(nbytes, count)
     target = torch.empty_like(weights.flat)
     streams = {"refit": weights.delivery, "singly": weights.singly}
-    senders = {way: WeightSender(stream, DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB) for way, stream in streams.items()}
+    senders = {
+        way: WeightSender(stream, DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB)
+        for way, stream in streams.items()
+    }
     context = multiprocessing.get_context("spawn")
     connection, there = context.Pipe()
-    engine = context.Process(target=_handover_engine, args=(there, senders["refit"].manifest.description()), daemon=True)
+    engine = context.Process(
+        target=_handover_engine, args=(there, senders["refit"].manifest.description()), daemon=True
+    )
     engine.start()
     connection.recv()
     actions = {
@@ -143,7 +170,9 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         memory = peak_of(actions["refit"])
         seconds = in_turn(actions, repeats=repeats, calls=CALLS, collect=True)
         # in turns of its own: PyTorch's manager clears its files away while what comes next runs already
-        seconds |= in_turn({"each": lambda: _one_handle_each(weights.named, connection)}, repeats=repeats, collect=True)
+        seconds |= in_turn(
+            {"each": lambda: _one_handle_each(weights.named, connection)}, repeats=repeats, collect=True
+        )
     finally:
         connection.send(None)
         engine.join()
@@ -183,7 +212,9 @@ def _handover_engine(connection: Connection, description: dict[str, Any]) -> Non
     """Takes every weight as a tensor that it could load; it copies none, which is the engine's own
     business."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    receivers = {way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")}
+    receivers = {
+        way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")
+    }
     connection.send("ready")
     while (message := connection.recv()) is not None:
         way, content = message
@@ -201,13 +232,19 @@ def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     weights = _RandomWeights(nbytes, count)
     manifest = Manifest.of(weights.singly())
     # the weights need not be gathered here
-    room = buffer_bytes(BUFFER_GIB, BUFFERS, lists=LIST_BYTES * count, gathered=0, largest=manifest.largest[1])
+    room = buffer_bytes(
+        BUFFER_GIB, BUFFERS, lists=LIST_BYTES * count, gathered=0, largest=manifest.largest[1]
+    )
     port = free_port(HOST)
     context = multiprocessing.get_context("spawn")
     orders, there = context.Pipe()
-    engine = context.Process(target=_broadcast_engine, args=(there, manifest.description(), port, nbytes), daemon=True)
+    engine = context.Process(
+        target=_broadcast_engine, args=(there, manifest.description(), port, nbytes), daemon=True
+    )
     engine.start()
-    group = TransferGroup(HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=room, handshake_s=120.0)
+    group = TransferGroup(
+        HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=room, handshake_s=120.0
+    )
     made: list[WeightBroadcaster] = []
 
     def first() -> None:

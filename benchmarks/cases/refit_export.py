@@ -40,9 +40,18 @@ def measure(quick: bool) -> Iterator[Point]:
             models = {count: _save_mixture(Path(directory) / str(count), count) for count in EXPERTS}
             for ranks in RANKS:
                 for experts, model in models.items():
-                    seconds, tensors, nbytes = pool.run(ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS)[0]
-                    memory = max(pool.run(ranks, _memory, _config(model, ranks) | {"refit_buffer_size_gb": BUFFER_GIB}))
-                    parameters = {"tensor_parallel": ranks, "experts": experts, "tensors": tensors, "mebibytes": nbytes >> 20}
+                    seconds, tensors, nbytes = pool.run(
+                        ranks, _timed, _config(model, ranks), QUICK_REPEATS if quick else REPEATS
+                    )[0]
+                    memory = max(
+                        pool.run(ranks, _memory, _config(model, ranks) | {"refit_buffer_size_gb": BUFFER_GIB})
+                    )
+                    parameters = {
+                        "tensor_parallel": ranks,
+                        "experts": experts,
+                        "tensors": tensors,
+                        "mebibytes": nbytes >> 20,
+                    }
                     yield Point(parameters, _metrics(seconds, ranks, tensors, nbytes, memory))
     finally:
         pool.close()
@@ -78,17 +87,25 @@ def _config(model: Path, ranks: int) -> PolicyConfig:
     return tiny.policy_config(model, micro_batch=1, tensor_parallel=ranks, megatron_cfg=cut)
 
 
-def _metrics(seconds: Mapping[str, Sequence[float]], ranks: int, tensors: int, nbytes: int, memory: float) -> dict[str, Metric]:
+def _metrics(
+    seconds: Mapping[str, Sequence[float]], ranks: int, tensors: int, nbytes: int, memory: float
+) -> dict[str, Metric]:
     metrics = {
         "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["stream"]]),
-        "against_each": Metric.ratio("the speed of every parameter for itself", seconds["each"], seconds["stream"]),
+        "against_each": Metric.ratio(
+            "the speed of every parameter for itself", seconds["each"], seconds["stream"]
+        ),
         "memory": Metric.of("MiB above the model, the rank that takes most", [memory]),
         "configured": Metric.of("MiB that a refit may take", [BUFFER_GIB * 1024]),
     }
     # what ranks send one another is no copy within memory
     for way, name in (("stream", ""), ("laid", "laid_")) if ranks == 1 else ():
-        beyond = [1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)]
-        metrics[f"{name}against_flat"] = Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds[way])
+        beyond = [
+            1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)
+        ]
+        metrics[f"{name}against_flat"] = Metric.ratio(
+            "the speed of all bytes as one piece", seconds["flat"], seconds[way]
+        )
         metrics[f"{name}beyond_flat"] = Metric.of("us a tensor", beyond)
     return metrics
 
@@ -107,7 +124,9 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     backend = worker.backend
     exported = dict(backend.export_hf())
     one_by_one = dict(_each(backend))
-    same = exported.keys() == one_by_one.keys() and all(torch.equal(exported[name], tensor) for name, tensor in one_by_one.items())
+    same = exported.keys() == one_by_one.keys() and all(
+        torch.equal(exported[name], tensor) for name, tensor in one_by_one.items()
+    )
     assert same, "the two ways give other weights"
     one_by_one.clear()
     manifest = Manifest.of(exported.items())

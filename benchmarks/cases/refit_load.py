@@ -61,16 +61,31 @@ def measure(quick: bool) -> Iterator[Point]:
             tie_word_embeddings=False,
             architectures=["Qwen3MoeForCausalLM"],
         )
-        tensors = [TensorInfo(part.name, part.shape, torch.bfloat16) for part in hf_tensors(read_architecture(model_config))]
+        tensors = [
+            TensorInfo(part.name, part.shape, torch.bfloat16)
+            for part in hf_tensors(read_architecture(model_config))
+        ]
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             model_config.save_pretrained(directory)
-            options = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64}
-            config = EngineArgs(model=directory, dtype="bfloat16", kv_cache_memory_bytes=2**24, **options).create_engine_config()
+            options = {
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "max_model_len": 64,
+            }
+            config = EngineArgs(
+                model=directory, dtype="bfloat16", kv_cache_memory_bytes=2**24, **options
+            ).create_engine_config()
             stack.enter_context(set_current_vllm_config(config))
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{Path(directory) / 'store'}", 0, "gloo")
                 initialize_model_parallel(1)
-            metrics = _metrics(get_model(vllm_config=config), config.model_config, tensors, QUICK_REPEATS if quick else REPEATS)
+            metrics = _metrics(
+                get_model(vllm_config=config),
+                config.model_config,
+                tensors,
+                QUICK_REPEATS if quick else REPEATS,
+            )
         yield Point({"experts": experts, "layers": LAYERS, "weights": len(tensors)}, metrics)
 
 
@@ -102,7 +117,9 @@ def _metrics(model: Any, model_config: Any, tensors: Sequence[TensorInfo], repea
         **sides("load", spent["together"], "one weight after another", spent["single"]),
         "loads": Metric.of("calls of vLLM's loaders", [calls["together"]]),
         "loads_single": Metric.of("calls of vLLM's loaders, one weight after another", [calls["single"]]),
-        "ms_single": Metric.of("CPU ms a weight, one after another", [1000 * cpu / len(tensors) for cpu in spent["single"].cpu]),
+        "ms_single": Metric.of(
+            "CPU ms a weight, one after another", [1000 * cpu / len(tensors) for cpu in spent["single"].cpu]
+        ),
     }
 
 

@@ -33,11 +33,18 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         model = model_of(options, Path(directory) / "model", work.length)
         for backend in tiny.BACKENDS:
             alone: list[Measured] = []
-            for layout in (ONE_RANK, *(Layout(dp=count) for count in ((2,) if quick else (2, 4, 8)) if count <= ranks.most)):
+            for layout in (
+                ONE_RANK,
+                *(Layout(dp=count) for count in ((2,) if quick else (2, 4, 8)) if count <= ranks.most),
+            ):
                 policy = policy_of(model, backend, work, layout, options.device)
-                measured = ranks.run(layout.ranks, compare_steps, policy, work, layout, ("fsdp2",), repeats, options.device)
+                measured = ranks.run(
+                    layout.ranks, compare_steps, policy, work, layout, ("fsdp2",), repeats, options.device
+                )
                 alone = alone or measured
-                yield Point({"backend": backend, "ranks": layout.ranks}, _metrics(measured, alone, options.device))
+                yield Point(
+                    {"backend": backend, "ranks": layout.ranks}, _metrics(measured, alone, options.device)
+                )
 
 
 def _metrics(ranks: Sequence[Measured], alone: Sequence[Measured], device: str) -> dict[str, Metric]:
@@ -50,12 +57,20 @@ def _metrics(ranks: Sequence[Measured], alone: Sequence[Measured], device: str) 
     if len(ranks) > len(os.sched_getaffinity(0)):
         # how ranks wait for a core is the machine's to say: on two cores the same code took 3.1 and 4.8 times
         # as much
-        to_one_rank = Metric.of("ratio, not judged with fewer cores than ranks, to core-seconds of one rank", to_one_rank.samples)
+        to_one_rank = Metric.of(
+            "ratio, not judged with fewer cores than ranks, to core-seconds of one rank", to_one_rank.samples
+        )
     return {
         "core_seconds_to_one_rank": to_one_rank,
-        "fsdp2_core_seconds_to_one_rank": Metric.ratio("core-seconds of torch's FSDP2 on one rank", fsdp2.cpu, _side(alone, "fsdp2").cpu),
-        "core_seconds_to_fsdp2": Metric.ratio("core-seconds of torch's FSDP2 on as many ranks", worker.cpu, fsdp2.cpu),
-        "wall_to_one_rank": Metric.of("times one rank's wall seconds, with this machine's cores", _over(worker.wall, single.wall)),
+        "fsdp2_core_seconds_to_one_rank": Metric.ratio(
+            "core-seconds of torch's FSDP2 on one rank", fsdp2.cpu, _side(alone, "fsdp2").cpu
+        ),
+        "core_seconds_to_fsdp2": Metric.ratio(
+            "core-seconds of torch's FSDP2 on as many ranks", worker.cpu, fsdp2.cpu
+        ),
+        "wall_to_one_rank": Metric.of(
+            "times one rank's wall seconds, with this machine's cores", _over(worker.wall, single.wall)
+        ),
         "core_seconds": Metric.of("CPU s", worker.cpu),
         "seconds": Metric.of("s", worker.wall),
         "loss_difference": Metric.of("largest relative difference of the losses of a step", [off]),

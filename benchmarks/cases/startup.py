@@ -104,11 +104,16 @@ def measure(quick: bool) -> Iterator[Point]:
     limits = {"python -c pass": [*python, "pass"], "import torch": [*python, "import torch"]}
     commands = {f"megarl {name}": _megarl(*arguments) for name, arguments in SPEAKING.items()}
     commands["megarl train RECIPE --dry-run"] = _megarl("train", RECIPE, "--dry-run")
-    costs = _in_turn({name: _until_exit(command) for name, command in {**limits, **commands}.items()}, repeats)
+    costs = _in_turn(
+        {name: _until_exit(command) for name, command in {**limits, **commands}.items()}, repeats
+    )
     for name in (*limits, *commands):
         found = _metrics(costs[name], costs["python -c pass"], "an empty interpreter")
         # a limit is not megarl's to keep
-        yield Point({"command": name}, found if name in commands else {key: found[key] for key in found if not key.endswith("ratio")})
+        yield Point(
+            {"command": name},
+            found if name in commands else {key: found[key] for key in found if not key.endswith("ratio")},
+        )
     with tempfile.TemporaryDirectory() as directory:
         yield from _runs(Path(directory), 1 if quick else 2)
 
@@ -134,12 +139,19 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
     for name in actions:
         found = _metrics(costs[name], costs[against], what)
         # a limit is not megarl's to keep
-        yield Point({"run": name}, found if name.startswith("megarl") else {key: found[key] for key in found if not key.endswith("ratio")})
+        yield Point(
+            {"run": name},
+            found
+            if name.startswith("megarl")
+            else {key: found[key] for key in found if not key.endswith("ratio")},
+        )
 
 
 def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[str, Metric]:
     return {
-        **{f"{part}_cpu": Metric.of("CPU s", [cost.parts[part] for cost in costs]) for part in costs[0].parts},
+        **{
+            f"{part}_cpu": Metric.of("CPU s", [cost.parts[part] for cost in costs]) for part in costs[0].parts
+        },
         "cpu": Metric.of("CPU s", [cost.cpu for cost in costs]),
         "wall": Metric.of("s", [cost.wall for cost in costs]),
         "wall_ratio": Metric.ratio(what, [cost.wall for cost in costs], [cost.wall for cost in against]),
@@ -147,7 +159,9 @@ def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[
     }
 
 
-def _in_turn(actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Cost]]:
+def _in_turn(
+    actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1
+) -> dict[str, list[Cost]]:
     """Return the costs of each, round by round, after rounds that are not counted: files are read from memory
     then."""
     costs: dict[str, list[Cost]] = {name: [] for name in actions}
@@ -195,7 +209,9 @@ def _trl(work: Path, model: Path, problems: Path) -> Callable[[], Cost]:
 
     def start() -> Cost:
         with tempfile.TemporaryDirectory(dir=work) as out:
-            return _cost([sys.executable, str(program), str(model), str(problems), out], Path(out) / "done", ends=False)
+            return _cost(
+                [sys.executable, str(program), str(model), str(problems), out], Path(out) / "done", ends=False
+            )
 
     return start
 
@@ -228,7 +244,9 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         if ends:
             code = process.wait(_LONGEST)
             wall, after = time.perf_counter() - started, os.times()
@@ -239,7 +257,9 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
             cpu, wall = sum(parts.values()), time.perf_counter() - started
             _end(process)
         said.seek(0)
-        assert code == 0, f"{' '.join(command)} left with {code}: {said.read().decode(errors='replace')[-2000:]}"
+        assert code == 0, (
+            f"{' '.join(command)} left with {code}: {said.read().decode(errors='replace')[-2000:]}"
+        )
     return Cost(cpu, wall, parts)
 
 
@@ -272,7 +292,10 @@ def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
                 times, before = each.cpu_times(), seen.get(each.pid, ("", 0.0))[0]
                 # a worker that has ended and was not waited for has no command line
                 is_worker = before == "workers" or "WorkerShell" in " ".join(each.cmdline())
-                seen[each.pid] = ("driver" if each == root else "workers" if is_worker else "ray", times.user + times.system)
+                seen[each.pid] = (
+                    "driver" if each == root else "workers" if is_worker else "ray",
+                    times.user + times.system,
+                )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -39,7 +39,9 @@ def measure(quick: bool) -> Iterator[Point]:
             for name in ("short",) if quick else PROFILES:
                 lengths = scaled_lengths(name)
                 measured = pool.run(1, _compare, [_config(model, way) for way in WAYS], lengths, 2)[0]
-                yield Point({"profile": name, "sequences": ROWS, "longest": LONGEST}, _metrics(measured, lengths))
+                yield Point(
+                    {"profile": name, "sequences": ROWS, "longest": LONGEST}, _metrics(measured, lengths)
+                )
     finally:
         pool.close()
 
@@ -53,7 +55,11 @@ def scaled_lengths(profile: str) -> list[int]:
 def _config(model: Path, way: str) -> dict[str, Any]:
     from benchmarks import tiny
 
-    budget = {"enabled": True, "train_mb_tokens": ROWS_AT_ONCE * LONGEST, "logprob_mb_tokens": ROWS_AT_ONCE * LONGEST}
+    budget = {
+        "enabled": True,
+        "train_mb_tokens": ROWS_AT_ONCE * LONGEST,
+        "logprob_mb_tokens": ROWS_AT_ONCE * LONGEST,
+    }
     changes: dict[str, Any] = {"train_global_batch_size": ROWS, "max_total_sequence_length": LONGEST}
     if way == "packed":
         changes["sequence_packing"] = budget
@@ -68,9 +74,19 @@ def _metrics(measured: Mapping[str, Sequence[float]], lengths: Sequence[int]) ->
     assert difference < TOLERANCE, f"losses differ by {difference:.2e}: {losses}"
     valid = sum(lengths)
     return {
-        **{f"{way}_speed": Metric.ratio("padded rows, valid tokens a second", measured["padded"], measured[way]) for way in WAYS[1:]},
+        **{
+            f"{way}_speed": Metric.ratio(
+                "padded rows, valid tokens a second", measured["padded"], measured[way]
+            )
+            for way in WAYS[1:]
+        },
         "limit": Metric.of("ratio of padded to valid tokens", [ROWS * LONGEST / valid]),
-        **{f"{way}_tokens_per_second": Metric.of("valid tokens a second", [valid / took for took in measured[way]]) for way in WAYS},
+        **{
+            f"{way}_tokens_per_second": Metric.of(
+                "valid tokens a second", [valid / took for took in measured[way]]
+            )
+            for way in WAYS
+        },
         "loss_difference": Metric.of("largest relative difference of the losses of a step", [difference]),
     }
 
@@ -91,7 +107,12 @@ def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: i
     inside = torch.arange(LONGEST)[None] < sizes[:, None]
     ids = torch.randint(2, VOCABULARY, (ROWS, LONGEST), generator=torch.Generator().manual_seed(0)) * inside
     batch: BatchedDataDict[Any] = BatchedDataDict(
-        {"input_ids": ids, "input_lengths": sizes, "token_mask": inside.float(), "sample_mask": torch.ones(ROWS)}
+        {
+            "input_ids": ids,
+            "input_lengths": sizes,
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(ROWS),
+        }
     )
     worker = MegatronPolicyWorker(configs[0], None, init_reference_model=False)
     shards = [shard_batch(batch, config, 1, phase="train", global_batch=ROWS).shards[0] for config in configs]

@@ -35,13 +35,29 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         for size, model, works in _sizes(quick, options, Path(directory)):
             for backend in BACKENDS:
                 # what is paid for each weight and call is where layouts differ most
-                for layout in (options.layout,) if options.layout else LAYOUTS[:1] if size == "tokens" else LAYOUTS:
+                for layout in (
+                    (options.layout,) if options.layout else LAYOUTS[:1] if size == "tokens" else LAYOUTS
+                ):
                     for work in works:
                         if not fits(backend, work, layout) or layout.ranks > ranks.most:
                             continue
                         policy = policy_of(model, backend, work, layout, options.device)
-                        measured = ranks.run(layout.ranks, compare_steps, policy, work, layout, ("bare", "fsdp2"), repeats, options.device)
-                        parameters = {"size": size, "backend": backend, "layout": str(layout), "micro_batches": work.micro_batches}
+                        measured = ranks.run(
+                            layout.ranks,
+                            compare_steps,
+                            policy,
+                            work,
+                            layout,
+                            ("bare", "fsdp2"),
+                            repeats,
+                            options.device,
+                        )
+                        parameters = {
+                            "size": size,
+                            "backend": backend,
+                            "layout": str(layout),
+                            "micro_batches": work.micro_batches,
+                        }
                         lengths = batch_of(model, work)["input_lengths"].tolist()
                         metrics = metrics_of(measured, config_of(model), lengths, options.device)
                         yield Point({**parameters, "tokens": work.rows * work.length}, metrics)

@@ -50,7 +50,9 @@ class AdaptedSource(HuggingFaceSource):
         Raises:
             ConversionError: they are others.
         """
-        refuse_other_base(self.adapter, HuggingFaceModel(HuggingFaceSource(self.directory), self._architecture))
+        refuse_other_base(
+            self.adapter, HuggingFaceModel(HuggingFaceSource(self.directory), self._architecture)
+        )
 
     def dtype_name(self, name: str) -> str:
         """See ``HuggingFaceSource``."""

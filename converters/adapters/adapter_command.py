@@ -30,7 +30,9 @@ from converters.torch_dist.location import find_checkpoint
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
 
 
-def open_megatron_adapter(directory: Path, hf_directory: Path | None, ignored: Collection[str] = ()) -> MegatronAdapter:
+def open_megatron_adapter(
+    directory: Path, hf_directory: Path | None, ignored: Collection[str] = ()
+) -> MegatronAdapter:
     """Open the adapters of a checkpoint.
 
     Args:
@@ -42,7 +44,9 @@ def open_megatron_adapter(directory: Path, hf_directory: Path | None, ignored: C
         ConversionError: nothing says which model they are of, or as of ``MegatronAdapter``.
     """
     checkpoint = find_checkpoint(directory)
-    places = [hf_directory] if hf_directory is not None else [checkpoint / HF_DIRECTORY, directory / HF_DIRECTORY]
+    places = (
+        [hf_directory] if hf_directory is not None else [checkpoint / HF_DIRECTORY, directory / HF_DIRECTORY]
+    )
     place = next((place for place in places if (place / "config.json").is_file()), None)
     if place is None:
         raise ConversionError(
@@ -67,28 +71,37 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
         ConversionError: PEFT would take some of it for something else, or the target cannot be written.
     """
     kept = adapter.origin.name == ADAPTER_CONFIG  # it was PEFT's, and goes back as it came
-    misread = sorted(filter(_OF_EXPERTS.fullmatch, adapter.keys())) if adapter.has_experts and not kept else []
+    misread = (
+        sorted(filter(_OF_EXPERTS.fullmatch, adapter.keys())) if adapter.has_experts and not kept else []
+    )
     if misread:
         raise ConversionError(
-            f"{adapter.directory} holds adapters of dense layers in a mixture of experts, whose names PEFT takes for those of experts",
+            f"{adapter.directory} holds adapters of dense layers in a mixture of experts, whose names PEFT "
+            "takes for those of experts",
             "merge them: give the base model, and with --lora this directory",
             misread,
         )
     check_apart(adapter.directory, target)
     plan = fingerprints({WEIGHTS: identity_of(adapter.files())})
-    with Staging(target, plan, overwrite=overwrite, is_ours=lambda directory: (directory / ADAPTER_CONFIG).is_file()) as staging:
+    with Staging(
+        target, plan, overwrite=overwrite, is_ours=lambda directory: (directory / ADAPTER_CONFIG).is_file()
+    ) as staging:
         tensors = {name: adapter.read(name) for name in sorted(adapter.keys())}
         save_file(tensors, staging.directory / WEIGHTS_FILE, metadata={"format": "pt"})
         if kept:
             shutil.copyfile(adapter.origin, staging.directory / ADAPTER_CONFIG)
         else:
-            (staging.directory / ADAPTER_CONFIG).write_text(json.dumps(adapter.raw_config, indent=2) + "\n", encoding="utf-8")
+            (staging.directory / ADAPTER_CONFIG).write_text(
+                json.dumps(adapter.raw_config, indent=2) + "\n", encoding="utf-8"
+            )
         follow_umask(staging.directory, staging.directory / ADAPTER_CONFIG)
         staging.finish()
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
-def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()) -> Answer:
+def convert_adapter(
+    source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
+) -> Answer:
     """Convert an adapter to the form that it does not have.
 
     Args:
@@ -106,10 +119,19 @@ def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, ov
     """
     if is_peft_directory(source):
         if hf_directory is None:
-            raise ConversionError(f"{source} does not hold the config of the model that it changes", "pass --hf-config DIRECTORY of it")
+            raise ConversionError(
+                f"{source} does not hold the config of the model that it changes",
+                "pass --hf-config DIRECTORY of it",
+            )
         plan = plan_adapter(source, hf_directory, ignored)
         written = write_megatron_adapter(plan, target, overwrite=overwrite)
-        facts = {"target": str(target), "format": "megatron", "family": plan.architecture.family, **written, **plan.notes}
+        facts = {
+            "target": str(target),
+            "format": "megatron",
+            "family": plan.architecture.family,
+            **written,
+            **plan.notes,
+        }
     else:
         adapter = open_megatron_adapter(source, hf_directory, ignored)
         written = write_peft_adapter(adapter, target, overwrite=overwrite)
@@ -117,6 +139,15 @@ def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, ov
         facts = {"target": str(target), "format": "peft", "family": adapter.family, **written, "rank": rank}
         if adapter.left_out:
             facts["left_out"] = f"{len(adapter.left_out)} tensors of the base model"
-    lines = [f"{target}: {facts['format']} adapter of {facts['family']}, {facts['tensors']} tensors, {facts['bytes'] / 1e6:.2f} MB"]
+    lines = [
+        (
+            f"{target}: {facts['format']} adapter of {facts['family']}, {facts['tensors']} tensors, "
+            f"{facts['bytes'] / 1e6:.2f} MB"
+        )
+    ]
     told = ("target", "format", "family", "tensors", "bytes")
-    return 0, facts, "\n".join([*lines, *(f"  {key}: {value}" for key, value in facts.items() if key not in told)])
+    return (
+        0,
+        facts,
+        "\n".join([*lines, *(f"  {key}: {value}" for key, value in facts.items() if key not in told)]),
+    )

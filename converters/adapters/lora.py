@@ -76,7 +76,9 @@ class LoraAdapter:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = directory
         is_megatron = not is_peft_directory(directory) and holds_checkpoint(directory)
-        self.source: AdapterSource = MegatronAdapter(directory, architecture) if is_megatron else PeftDirectory(directory)
+        self.source: AdapterSource = (
+            MegatronAdapter(directory, architecture) if is_megatron else PeftDirectory(directory)
+        )
         self._config = self.source.config
         self.base: dict[str, str] = {}
         tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
@@ -98,7 +100,12 @@ class LoraAdapter:
         return identity_of(self.source.files())
 
     def merge(
-        self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None, columns: tuple[int, int] | None = None
+        self,
+        name: str,
+        rows: Tensor,
+        start: int,
+        dtype: torch.dtype | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> Tensor:
         """Return rows of a base tensor with the adapter in them.
 
@@ -125,33 +132,50 @@ class LoraAdapter:
             up, down = self._read(factors.up, rows=(start, stop)), self._read(factors.down)
         if columns is not None:
             down = down[:, slice(*columns)].contiguous()
-        merged, wide = torch.empty(rows.shape, dtype=dtype or rows.dtype), torch.promote_types(rows.dtype, torch.float32)
+        merged, wide = (
+            torch.empty(rows.shape, dtype=dtype or rows.dtype),
+            torch.promote_types(rows.dtype, torch.float32),
+        )
         step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
         for begin in range(0, rows.shape[0], step):
             block = slice(begin, begin + step)
             merged[block] = rows[block].to(wide) + _product(up[block], down).mul_(factors.scaling)
         return merged
 
-    def _of_expert(self, factors: Factors, place: TensorLocation, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _of_expert(
+        self, factors: Factors, place: TensorLocation, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
-        return rows[:: place.step, expert::experts].contiguous(), self._read(factors.down, rows=(expert * rank, (expert + 1) * rank))
+        return rows[:: place.step, expert::experts].contiguous(), self._read(
+            factors.down, rows=(expert * rank, (expert + 1) * rank)
+        )
 
-    def _read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+    def _read(
+        self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+    ) -> Tensor:
         shape = self.source.shape(name)
         return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
 
-    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements) -> dict[str, Factors]:
+    def _fit(
+        self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements
+    ) -> dict[str, Factors]:
         """Return the factors by Hugging Face name."""
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings
         for name in sorted(set(self.source.keys()) - replacements.names):
             base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-            if name.endswith(".base_layer.weight") and base in tensors and self.source.shape(name) == tensors[base].shape:
+            if (
+                name.endswith(".base_layer.weight")
+                and base in tensors
+                and self.source.shape(name) == tensors[base].shape
+            ):
                 self.base[base] = name
                 continue
-            match = _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
+            match = (
+                _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
+            )
             if match is None:
                 problems.append(f"{name} {list(self.source.shape(name))}: no factor of a LoRA module")
             else:
@@ -162,7 +186,9 @@ class LoraAdapter:
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
             candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
             if candidates:
-                problems += self._fit_stack(module, names, {stack: stacks[stack] for stack in candidates}, fitted)
+                problems += self._fit_stack(
+                    module, names, {stack: stacks[stack] for stack in candidates}, fitted
+                )
                 continue
             faults = list(self._faults(module, names, tensors, tied))
             problems += faults
@@ -170,19 +196,33 @@ class LoraAdapter:
                 is_embedding = "lora_embedding_A" in names
                 down, up = (names[f"lora_{'embedding_' if is_embedding else ''}{letter}"] for letter in "AB")
                 fitted[f"{module}.weight"] = Factors(
-                    down, up, self._config.scaling_of(module), self._config.rank_of(module), is_embedding=is_embedding
+                    down,
+                    up,
+                    self._config.scaling_of(module),
+                    self._config.rank_of(module),
+                    is_embedding=is_embedding,
                 )
-        problems += [f"{name} is changed twice, by factors and as a whole" for name in fitted if name in self.replaced]
+        problems += [
+            f"{name} is changed twice, by factors and as a whole" for name in fitted if name in self.replaced
+        ]
         untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
         problems += _left_out(self._config, tensors, set(found), untrained)
         for stack, members in stacks.items():
             incomplete = any(tensor.name not in fitted for tensor, _ in members)
-            if is_among(stack, self._config.target_parameters) and incomplete and not stack.startswith(untrained):
+            if (
+                is_among(stack, self._config.target_parameters)
+                and incomplete
+                and not stack.startswith(untrained)
+            ):
                 problems.append(f"missing: {stack}, which target_parameters lists")
         if problems:
             self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
-            raise ConversionError(f"the adapter in {self.directory} cannot be merged into this model", _FIX, problems or ["it is empty"])
+            raise ConversionError(
+                f"the adapter in {self.directory} cannot be merged into this model",
+                _FIX,
+                problems or ["it is empty"],
+            )
         return fitted
 
     def _refuse_wrapped(self, tensors: Mapping[str, HuggingFaceTensor]) -> None:
@@ -191,13 +231,22 @@ class LoraAdapter:
         wrapped = wrapped_names(self.source.keys(), expected)
         if wrapped is not None:
             raise ConversionError(
-                f"the tensors of the adapter in {self.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them (such as "
+                f"the tensors of the adapter in {self.directory} have names with {wrapped[0]}, as "
+                f"{wrapped[1]} gives them (such as "
                 f"{next(name for name in sorted(set(self.source.keys()) - expected))})",
-                "save the adapter with save_pretrained of the PEFT model inside the wrapper, or rename the tensors",
+                (
+                    "save the adapter with save_pretrained of the PEFT model inside the wrapper, or rename "
+                    "the "
+                    "tensors"
+                ),
             )
 
     def _fit_stack(
-        self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, Factors]
+        self,
+        module: str,
+        names: Mapping[str, str],
+        stacks: Mapping[str, list[Member]],
+        fitted: dict[str, Factors],
     ) -> list[str]:
         """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the
         shapes."""
@@ -213,8 +262,12 @@ class LoraAdapter:
             wanted[stack] = ((rank, tensor.shape[1]), (rows, rank))
         fitting = [stack for stack, expected in wanted.items() if expected == shapes]
         if len(fitting) != 1:
-            listing = ", ".join(f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items())
-            return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"]
+            listing = ", ".join(
+                f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items()
+            )
+            return [
+                f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"
+            ]
         dtypes = [self.source.dtype(name) for name in (down, up)]
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
@@ -224,24 +277,41 @@ class LoraAdapter:
             fitted[tensor.name] = Factors(down, up, scaling, rank, place=place)
         return [f"{name} is changed twice, by {module} too" for name in again]
 
-    def _faults(self, module: str, names: Mapping[str, str], tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> list[str]:
+    def _faults(
+        self, module: str, names: Mapping[str, str], tensors: Mapping[str, HuggingFaceTensor], tied: bool
+    ) -> list[str]:
         tensor = tensors.get(f"{module}.weight")
         if tensor is None or len(tensor.shape) != 2:
             return [f"{name}: the model has no matrix {module}.weight" for name in names.values()]
         if set(names) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
-            return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"]
+            return [
+                f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"
+            ]
         if tied and (module == "lm_head" or module.endswith(".embed_tokens")):
-            return [f"{module}: tie_word_embeddings is true, and with the adapter embedding and output layer would differ"]
+            return [
+                (
+                    f"{module}: tie_word_embeddings is true, and with the adapter embedding and output layer "
+                    "would differ"
+                )
+            ]
         rank = self._config.rank_of(module)
         (rows, columns), is_embedding = tensor.shape, "lora_embedding_A" in names
-        shapes = {"A": (rank, rows if is_embedding else columns), "B": (columns if is_embedding else rows, rank)}
+        shapes = {
+            "A": (rank, rows if is_embedding else columns),
+            "B": (columns if is_embedding else rows, rank),
+        }
         faults = []
         for factor, name in names.items():
             expected = shapes[factor[-1]]
             if self.source.shape(name) != expected:
-                faults.append(f"shape: {name} is {list(self.source.shape(name))}, rank {rank} and {module}.weight ask for {list(expected)}")
+                faults.append(
+                    f"shape: {name} is {list(self.source.shape(name))}, rank {rank} and {module}.weight ask "
+                    f"for {list(expected)}"
+                )
             elif self.source.dtype(name) not in FLOATS:
-                faults.append(f"dtype: {name} is {self.source.dtype(name)}; float32, bfloat16 or float16 is needed")
+                faults.append(
+                    f"dtype: {name} is {self.source.dtype(name)}; float32, bfloat16 or float16 is needed"
+                )
         return faults
 
 
@@ -275,9 +345,17 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
     return tuple(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
 
 
-def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]) -> list[str]:
+def _left_out(
+    config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]
+) -> list[str]:
     """Return modules of the model that the config lists and that have no factors, but for those of
     ``untrained`` layers."""
-    modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
-    listed = [module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)]
+    modules = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2
+    ]
+    listed = [
+        module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)
+    ]
     return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]

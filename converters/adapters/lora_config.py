@@ -38,8 +38,21 @@ _INERT = frozenset(
         "task_type",
     }
 )
-_CHOICE = frozenset({"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"})
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}) | {
+_CHOICE = frozenset(
+    {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
+)
+_READ = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+    }
+) | {
     "modules_to_save",
     "trainable_token_indices",
 }
@@ -110,7 +123,9 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
     found = LoraConfig(
         rank=int(rank),
         alpha=read_number(config.get("lora_alpha"), "lora_alpha", problems),
-        rank_patterns={pattern: int(value) for pattern, value in _patterns(config, "rank_pattern", problems).items()},
+        rank_patterns={
+            pattern: int(value) for pattern, value in _patterns(config, "rank_pattern", problems).items()
+        },
         alpha_patterns=_patterns(config, "alpha_pattern", problems),
         rank_stabilized=bool(config.get("use_rslora")),
         targets=_listed(config, "target_modules"),
@@ -130,10 +145,15 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     if config.get("bias", "none") != "none":
         problems.append(f"bias = {config['bias']!r}: only 'none' is supported")
     if config.get("use_dora"):
-        problems.append("use_dora = true: DoRA scales whole rows of the merged weights, which is not supported")
+        problems.append(
+            "use_dora = true: DoRA scales whole rows of the merged weights, which is not supported"
+        )
     start = config.get("init_lora_weights")
     if not any(start is value or start == value for value in _UNCHANGED_BASE):
-        problems.append(f"init_lora_weights = {start!r}: it changed the base weights as training began, which are not at hand")
+        problems.append(
+            f"init_lora_weights = {start!r}: it changed the base weights as training began, which are not "
+            "at hand"
+        )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
     return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
 
@@ -159,7 +179,9 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
     if not isinstance(by_module, Mapping) or not all(
         isinstance(each, list) and all(type(i) is int for i in each) for each in by_module.values()
     ):
-        problems.append(f"trainable_token_indices = {given!r}: a list of token ids is needed, or an object of such lists")
+        problems.append(
+            f"trainable_token_indices = {given!r}: a list of token ids is needed, or an object of such lists"
+        )
         return {}
     return {str(module): tuple(tokens) for module, tokens in by_module.items()}
 

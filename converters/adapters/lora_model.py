@@ -29,7 +29,9 @@ def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[M
     return merged, adapter
 
 
-def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | None) -> tuple[HuggingFaceModel, LoraAdapter]:
+def merge_import(
+    base: HuggingFaceModel, directory: Path, dtype: torch.dtype | None
+) -> tuple[HuggingFaceModel, LoraAdapter]:
     """Return a Hugging Face checkpoint with the adapter of a directory in it.
 
     Args:
@@ -44,7 +46,9 @@ def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | N
     return _merged(base, directory, lambda _, stored: stored if dtype is None else torch.float32)
 
 
-def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None) -> tuple[MegatronCheckpoint, LoraAdapter]:
+def merge_export(
+    checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None
+) -> tuple[MegatronCheckpoint, LoraAdapter]:
     """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what
     it was in before."""
 
@@ -67,7 +71,9 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
 
     merged: Any
     merged, _ = _merged(base.model, directory, choose)
-    checkpoint = None if base.megatron is None else dataclasses.replace(base.megatron, model=merged, manifest=None)
+    checkpoint = (
+        None if base.megatron is None else dataclasses.replace(base.megatron, model=merged, manifest=None)
+    )
     return dataclasses.replace(base, model=merged, manifest=None, megatron=checkpoint)
 
 
@@ -85,5 +91,8 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
             if not torch.equal(base.read(tensors[name], start, stop).float(), own.float()):
                 raise ConversionError(
                     f"{name} of this model is not that of the base model in {adapter.directory}",
-                    "use the base model that the adapter was trained on; if its embeddings were trained too, merge with peft",
+                    (
+                        "use the base model that the adapter was trained on; if its embeddings were trained "
+                        "too, merge with peft"
+                    ),
                 )

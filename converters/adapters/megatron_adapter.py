@@ -48,7 +48,9 @@ def linears(architecture: Architecture) -> list[Rule]:
     return [
         rule
         for rule in all_rules(architecture)
-        if _LAYER.match(rule.megatron_name) and rule.megatron_name.endswith(".weight") and not is_expert(rule.megatron_name)
+        if _LAYER.match(rule.megatron_name)
+        and rule.megatron_name.endswith(".weight")
+        and not is_expert(rule.megatron_name)
         if all(len(part.shape) == 2 and part.name.endswith(".weight") for part in rule.parts)
     ]
 
@@ -58,7 +60,9 @@ def peft_name(part: HuggingFaceTensor, factor: str) -> str:
     return f"{PEFT_PREFIX}{part.name.removesuffix('.weight')}.{factor}.weight"
 
 
-def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool) -> StoredPlace:
+def stored_factor(
+    rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool
+) -> StoredPlace:
     """Return where a checkpoint keeps a factor of an adapter.
 
     Args:
@@ -71,7 +75,9 @@ def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int |
     """
     place = stored_place(rule, architecture, stacked=stacked)
     of_part = "" if part is None else f"{_PARTS[rule.kind][part]}."
-    return StoredPlace(f"{place.key.removesuffix('weight')}adapter.{of_part}{side}.weight", place.index, place.grid)
+    return StoredPlace(
+        f"{place.key.removesuffix('weight')}adapter.{of_part}{side}.weight", place.index, place.grid
+    )
 
 
 def parts_of(rule: Rule) -> range:
@@ -88,7 +94,10 @@ def rows_of(rule: Rule) -> int:
 Block = tuple[int, int]
 """The first rank of a part in the adapter of its layer, and the one behind its last."""
 FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
-_CHANGED = "import the adapter again; or remove the manifest if it was trained further: its adapters are then those of fused layers"
+_CHANGED = (
+    "import the adapter again; or remove the manifest if it was trained further: its adapters are "
+    "then those of fused layers"
+)
 
 
 def block(part: int, rank: int, form: str) -> Block:
@@ -103,9 +112,15 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
         ConversionError: the manifest is not one of adapters, or says other ranks than are stored.
     """
     form = manifest.notes.get(FORM_NOTE)
-    ranks = {record.shape[0] for name, record in manifest.tensors.items() if name.endswith(".lora_A.weight") and len(record.shape) == 2}
+    ranks = {
+        record.shape[0]
+        for name, record in manifest.tensors.items()
+        if name.endswith(".lora_A.weight") and len(record.shape) == 2
+    }
     if form not in (SHARED, BLOCKS) or len(ranks) != 1:
-        raise ConversionError(f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED)
+        raise ConversionError(
+            f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED
+        )
     rank = ranks.pop()
     found = {
         part.name: block(number, rank, form)
@@ -114,11 +129,15 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
         if peft_name(part, "lora_A") in manifest.tensors
     }
     if max((stop for _, stop in found.values()), default=0) > stored_rank:
-        raise ConversionError(f"the manifest says rank {rank} of each part, stored are {stored_rank}", _CHANGED)
+        raise ConversionError(
+            f"the manifest says rank {rank} of each part, stored are {stored_rank}", _CHANGED
+        )
     return found
 
 
-def require_as_written(adapter: MegatronAdapter, manifest: ConversionManifest, path: Path, between: Iterable[tuple[str, Tensor]]) -> None:
+def require_as_written(
+    adapter: MegatronAdapter, manifest: ConversionManifest, path: Path, between: Iterable[tuple[str, Tensor]]
+) -> None:
     """Check that a checkpoint of adapters still is what its manifest says.
 
     Args:
@@ -137,7 +156,9 @@ def require_as_written(adapter: MegatronAdapter, manifest: ConversionManifest, p
             changed.append(name)
     changed += [f"missing: {name}" for name in manifest.tensors if name not in names]
     if changed:
-        raise ConversionError(f"{adapter.directory} is not what its {path.name} says", _CHANGED, list(dict.fromkeys(changed)))
+        raise ConversionError(
+            f"{adapter.directory} is not what its {path.name} says", _CHANGED, list(dict.fromkeys(changed))
+        )
 
 
 _KNOWN = ("LoRA", "CanonicalLoRA")
@@ -167,18 +188,31 @@ def said_of(
     path = find_run_config(directory)
     if path is None:
         raise ConversionError(
-            f"nothing says the scale (alpha) of the adapters in {directory}", f"put the {RUN_CONFIG_FILE} of Megatron-Bridge beside them"
+            f"nothing says the scale (alpha) of the adapters in {directory}",
+            f"put the {RUN_CONFIG_FILE} of Megatron-Bridge beside them",
         )
     section, model = read_section(path, "peft"), read_section(path, "model")
     kind = str(section.get("_target_", "")).rpartition(".")[2]
     if kind not in _KNOWN:
-        raise ConversionError(f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}", "let the trainer merge the adapters")
+        raise ConversionError(
+            f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}",
+            "let the trainer merge the adapters",
+        )
     if section.get("dim") != rank:
-        raise ConversionError(f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}", "use the file of this run")
-    return path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1
+        raise ConversionError(
+            f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}",
+            "use the file of this run",
+        )
+    return (
+        path,
+        _made_config(section, model, names, architecture),
+        model.get("tensor_model_parallel_size") or 1,
+    )
 
 
-def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture) -> dict[str, Any]:
+def _made_config(
+    section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture
+) -> dict[str, Any]:
     """PEFT's config of adapters that Megatron-Bridge trained."""
     return {
         "base_model_name_or_path": model.get("hf_model_id"),
@@ -213,7 +247,8 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
 _FIX = (
-    "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's LoRA and CanonicalLoRA are known"
+    "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's "
+    "LoRA and CanonicalLoRA are known"
 )
 
 
@@ -253,13 +288,28 @@ class MegatronAdapter:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = find_checkpoint(directory)
         checkpoint = TorchDistCheckpoint(self.directory)
-        found = {key for key in checkpoint if _ADAPTER.fullmatch(key) and not key.startswith(("optimizer.", "chained_"))}
+        found = {
+            key
+            for key in checkpoint
+            if _ADAPTER.fullmatch(key) and not key.startswith(("optimizer.", "chained_"))
+        }
         if not found:
-            raise ConversionError(f"{self.directory} holds no adapters", "give a PEFT adapter, or a checkpoint of LoRA training")
-        self._architecture, self.family, self.has_experts = architecture, architecture.family, architecture.mixture is not None
+            raise ConversionError(
+                f"{self.directory} holds no adapters", "give a PEFT adapter, or a checkpoint of LoRA training"
+            )
+        self._architecture, self.family, self.has_experts = (
+            architecture,
+            architecture.family,
+            architecture.mixture is not None,
+        )
         self._stacked = any(_STACKED.match(key) for key in found)
         rules = linears(architecture)
-        places = [self._place(rule, side, part) for rule in rules for part in (None, *parts_of(rule)) for side in _SIDES]
+        places = [
+            self._place(rule, side, part)
+            for rule in rules
+            for part in (None, *parts_of(rule))
+            for side in _SIDES
+        ]
         self._tensors = CanonicalTensors(checkpoint, {place.key: place.grid for place in places})
         self._refuse_unknown(found, {place.key for place in places})
         self.rank = self._common_rank(rules)
@@ -271,15 +321,28 @@ class MegatronAdapter:
             raise ConversionError(f"the adapters in {self.directory} do not fit the model", _FIX, problems)
         self.left_out = self._beside(checkpoint, found)
         kept = self.directory / HF_DIRECTORY / ADAPTER_CONFIG
-        said = said_of(self.directory, kept if manifest is not None else None, self.rank, list(self._factors), architecture)
+        said = said_of(
+            self.directory,
+            kept if manifest is not None else None,
+            self.rank,
+            list(self._factors),
+            architecture,
+        )
         self.origin, self.raw_config, cut = said
         self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
         # adapters of gate and up apart, whose rows Megatron-Bridge takes for those of both
-        apart = (self._place(rule, "linear_out", part) for rule in rules if rule.kind is Kind.GATED for part in parts_of(rule))
+        apart = (
+            self._place(rule, "linear_out", part)
+            for rule in rules
+            if rule.kind is Kind.GATED
+            for part in parts_of(rule)
+        )
         if cut != 1 and any(map(self._has, apart)):
             raise ConversionError(
-                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = {cut}: "
-                "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells whether its release did",
+                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = "
+                f"{cut}: "
+                "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells "
+                "whether its release did",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
         if manifest is not None and blocks is not None:
@@ -310,7 +373,9 @@ class MegatronAdapter:
             low, high = max(first, position), min(last, position + stop - start)
             if low < high:
                 rows = (start + low - position, start + high - position)
-                pieces.append(self._read(factor.place, rows, (factor.columns[0] + left, factor.columns[0] + right)))
+                pieces.append(
+                    self._read(factor.place, rows, (factor.columns[0] + left, factor.columns[0] + right))
+                )
             position += stop - start
         return torch.cat(pieces)
 
@@ -335,7 +400,8 @@ class MegatronAdapter:
             place.key: self._tensors.shape(place.key)[-2]
             for rule in rules
             for part in (None, *parts_of(rule))
-            if (place := self._place(rule, "linear_in", part)).key in self._tensors and len(self._tensors.shape(place.key)) >= 2
+            if (place := self._place(rule, "linear_in", part)).key in self._tensors
+            and len(self._tensors.shape(place.key)) >= 2
         }
         if len(set(ranks.values())) != 1:
             listing = [f"{key}: rank {rank}" for key, rank in sorted(ranks.items())]
@@ -344,7 +410,11 @@ class MegatronAdapter:
 
     def _add(self, rule: Rule, blocks: dict[str, Block] | None) -> Iterator[str]:
         """Take up the factors of a layer; what is wrong with them."""
-        found = [part for part in (None, *parts_of(rule)) if any(self._has(self._place(rule, side, part)) for side in _SIDES)]
+        found = [
+            part
+            for part in (None, *parts_of(rule))
+            if any(self._has(self._place(rule, side, part)) for side in _SIDES)
+        ]
         if found[:1] == [None] and len(found) > 1:
             module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
             yield f"{module}: has an adapter for the whole layer and others for its parts"
@@ -360,7 +430,9 @@ class MegatronAdapter:
                 own: tuple[Block, ...] = ((0, rows),)
                 if part is None:
                     block = block if blocks is None else blocks.get(tensor.name)
-                    own = tuple((run.position, run.position + run.length) for run in runs if run.part == number)
+                    own = tuple(
+                        (run.position, run.position + run.length) for run in runs if run.part == number
+                    )
                 if block is not None and part in (None, number):
                     self._factors[peft_name(tensor, "lora_A")] = _Factor(down, (block,), (0, columns))
                     self._factors[peft_name(tensor, "lora_B")] = _Factor(up, own, block)
@@ -372,7 +444,10 @@ class MegatronAdapter:
                 yield f"missing: {place.key}"
             elif self._tensors.shape(place.key) != (*place.grid, *shape):
                 found = list(self._tensors.shape(place.key))
-                yield f"shape: {place.key} is {found}, rank {self.rank} and the config ask for {[*place.grid, *shape]}"
+                yield (
+                    f"shape: {place.key} is {found}, rank {self.rank} and the config ask for "
+                    f"{[*place.grid, *shape]}"
+                )
             elif not self._has(place):
                 yield f"missing: {place.key}{at}, which was not saved"
 
@@ -381,12 +456,20 @@ class MegatronAdapter:
         experts = [key for key in unknown if ".experts." in key]
         if experts:
             raise ConversionError(
-                f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has one for all experts of a rank, which PEFT "
+                f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has one for "
+                "all experts of a rank, which PEFT "
                 "cannot say",
-                "train without linear layers of experts among the targets, or let the trainer merge the adapters",
+                (
+                    "train without linear layers of experts among the targets, or let the trainer merge the "
+                    "adapters"
+                ),
             )
         if unknown:
-            raise ConversionError(f"{self.directory} holds adapters of layers that the model does not have", _FIX, sorted(unknown))
+            raise ConversionError(
+                f"{self.directory} holds adapters of layers that the model does not have",
+                _FIX,
+                sorted(unknown),
+            )
 
     def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
         base = {
@@ -395,11 +478,15 @@ class MegatronAdapter:
             for stacked in (True, False)
         }
         others = [
-            key for key in checkpoint if key not in found and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+            key
+            for key in checkpoint
+            if key not in found and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
         ]
         unknown = [key for key in others if key not in base and "opt_param_scheduler" not in key]
         if unknown:
-            raise ConversionError(f"{self.directory} holds more than adapters and the base model", _FIX, unknown)
+            raise ConversionError(
+                f"{self.directory} holds more than adapters and the base model", _FIX, unknown
+            )
         return tuple(others)
 
     def _between(self, rules: list[Rule], blocks: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:

@@ -36,16 +36,24 @@ class PeftDirectory(SafetensorsFile):
 
 def is_peft_directory(directory: Path) -> bool:
     """Return whether something of a PEFT adapter is there."""
-    return directory.is_dir() and any(path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*")))
+    return directory.is_dir() and any(
+        path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*"))
+    )
 
 
 def _weights_of(directory: Path) -> Path:
     if not directory.is_dir():
-        raise ConversionError(f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}")
+        raise ConversionError(
+            f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}"
+        )
     if not (directory / WEIGHTS_FILE).is_file():
         others = sorted(path.name for path in directory.glob("adapter_model.*"))
         raise ConversionError(
             f"{directory} has no {WEIGHTS_FILE}" + (f", only {others[0]}" if others else ""),
-            "save the adapter with save_pretrained of a recent peft; only safetensors are read, since other formats may run code",
+            (
+                "save the adapter with save_pretrained of a recent peft; only safetensors are read, since "
+                "other "
+                "formats may run code"
+            ),
         )
     return directory / WEIGHTS_FILE

@@ -71,12 +71,18 @@ class Replacements:
             name = stored.removeprefix(PEFT_PREFIX)
             if name.endswith(_TOKENS):
                 module = name.removesuffix(_TOKENS)
-                listed = (tokens for target, tokens in self._config.token_indices.items() if is_among(module, frozenset({target})))
+                listed = (
+                    tokens
+                    for target, tokens in self._config.token_indices.items()
+                    if is_among(module, frozenset({target}))
+                )
                 self._add(stored, f"{module}.weight", next(listed, None))
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [
-            f"missing: {name}, which modules_to_save lists" for name in tensors if self._is_saved(name) and name not in self.found
+            f"missing: {name}, which modules_to_save lists"
+            for name in tensors
+            if self._is_saved(name) and name not in self.found
         ]
         if tied:
             self.problems += self._tie()
@@ -96,7 +102,9 @@ class Replacements:
         if not faults:
             self.found[name] = Replacement(stored, tokens)
 
-    def _faults(self, stored: str, name: str, base: HuggingFaceTensor | None, tokens: tuple[int, ...] | None) -> Iterator[str]:
+    def _faults(
+        self, stored: str, name: str, base: HuggingFaceTensor | None, tokens: tuple[int, ...] | None
+    ) -> Iterator[str]:
         shape, dtype = self._source.shape(stored), self._source.dtype(stored)
         if base is None:
             yield f"{stored}: the model has no {name}"
@@ -110,7 +118,10 @@ class Replacements:
         if dtype not in FLOATS:
             yield f"dtype: {stored} is {dtype}; float32, bfloat16 or float16 is needed"
         if tokens is not None and not all(0 <= token < base.shape[0] for token in tokens):
-            yield f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to {base.shape[0] - 1} are there"
+            yield (
+                f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to "
+                f"{base.shape[0] - 1} are there"
+            )
 
     def _tie(self) -> Iterator[str]:
         """Take the output layer of a tied model away, where it is the embedding's; else say that they
@@ -122,4 +133,7 @@ class Replacements:
             return
         both = embedding is not None and head is not None
         if not both or not torch.equal(self._source.read(embedding.stored), self._source.read(head.stored)):  # type: ignore[union-attr]
-            yield "modules_to_save: tie_word_embeddings is true, and with the adapter embedding and output layer would differ"
+            yield (
+                "modules_to_save: tie_word_embeddings is true, and with the adapter embedding and output "
+                "layer would differ"
+            )

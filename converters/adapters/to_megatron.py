@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from converters.adapters.lora import Factors, LoraAdapter
-from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, block, linears, peft_name, rows_of, stored_factor
+from converters.adapters.megatron_adapter import (
+    BLOCKS,
+    FORM_NOTE,
+    SHARED,
+    block,
+    linears,
+    peft_name,
+    rows_of,
+    stored_factor,
+)
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.boxes import bytes_of
 from converters.checkpoint.manifest import (
@@ -75,7 +84,12 @@ class AdapterPlan:
         """Return what the conversion says of itself."""
         layers = "stacked" if self.stacked else "apart"
         alpha = self.scaling * self.stored_rank
-        return {FORM_NOTE: self.form, "rank": self.stored_rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "layers": layers}
+        return {
+            FORM_NOTE: self.form,
+            "rank": self.stored_rank,
+            "alpha": int(alpha) if alpha.is_integer() else alpha,
+            "layers": layers,
+        }
 
 
 def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] = ()) -> AdapterPlan:
@@ -98,7 +112,9 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
         raise ConversionError(f"the adapter in {directory} has no exact form in Megatron", _FIX, problems)
     one = next(iter(adapter.factors.values()))
     form = SHARED if all(_is_shared(adapter, rule) for rule in rules) else BLOCKS
-    return AdapterPlan(adapter, architecture, config, rules, _may_stack(rules, architecture), one.rank, one.scaling, form)
+    return AdapterPlan(
+        adapter, architecture, config, rules, _may_stack(rules, architecture), one.rank, one.scaling, form
+    )
 
 
 def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
@@ -116,7 +132,12 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         ConversionError: the target cannot be written.
     """
     check_apart(plan.adapter.directory, target)
-    facts = {WEIGHTS: plan.adapter.identity(), "config.json": plan.config, RULES: fingerprint_of_rules(plan.rules), FORM_NOTE: plan.form}
+    facts = {
+        WEIGHTS: plan.adapter.identity(),
+        "config.json": plan.config,
+        RULES: fingerprint_of_rules(plan.rules),
+        FORM_NOTE: plan.form,
+    }
     with Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint) as staging:
         hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
         file = ItemFile(staging.directory / "__0_0.distcp")
@@ -127,7 +148,11 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
                 for place, tensor in _stored(plan, rule, hashes):
                     tensors[place.key] = StoredTensor(place.key, (*place.grid, *tensor.shape), tensor.dtype)
                     object_names += extra_state_keys(place)
-                    file.add(place.key, (*place.index, 0, 0), tensor.reshape(*[1] * len(place.index), *tensor.shape))
+                    file.add(
+                        place.key,
+                        (*place.index, 0, 0),
+                        tensor.reshape(*[1] * len(place.index), *tensor.shape),
+                    )
         finally:
             file.close()
         finish_checkpoint(staging.directory, tensors.values(), file.items, object_names)
@@ -144,7 +169,10 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
     """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts,
     and of one rank and scale."""
     for name in adapter.replaced:
-        yield f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in Megatron have no place for"
+        yield (
+            f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in "
+            "Megatron have no place for"
+        )
     for name, factors in adapter.factors.items():
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
@@ -153,10 +181,19 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
     for what, values in (
         ("rank", Counter(factors.rank for factors in adapter.factors.values())),
         ("scaling", Counter(factors.scaling for factors in adapter.factors.values())),
-        ("dtype", Counter(dtype_name(adapter.source.dtype(name)) for one in adapter.factors.values() for name in (one.down, one.up))),
+        (
+            "dtype",
+            Counter(
+                dtype_name(adapter.source.dtype(name))
+                for one in adapter.factors.values()
+                for name in (one.down, one.up)
+            ),
+        ),
     ):
         if len(values) > 1:
-            yield f"{what}: {', '.join(map(str, sorted(values)))}; Megatron has one for all adapters of a model"
+            yield (
+                f"{what}: {', '.join(map(str, sorted(values)))}; Megatron has one for all adapters of a model"
+            )
 
 
 def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
@@ -210,5 +247,9 @@ def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> ConversionManifest:
         for part in rule.parts:
             factors: Factors | None = plan.adapter.factors.get(part.name)
             for factor, name in () if factors is None else (("lora_A", factors.down), ("lora_B", factors.up)):
-                tensors[peft_name(part, factor)] = TensorRecord(dtype_name(source.dtype(name)), source.shape(name), digests[name])
-    return ConversionManifest(plan.adapter.directory.resolve().name, plan.architecture.family, tensors, notes=plan.notes)
+                tensors[peft_name(part, factor)] = TensorRecord(
+                    dtype_name(source.dtype(name)), source.shape(name), digests[name]
+                )
+    return ConversionManifest(
+        plan.adapter.directory.resolve().name, plan.architecture.family, tensors, notes=plan.notes
+    )

@@ -28,7 +28,19 @@ _SPEAKING = re.compile(
     r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*|merges\.txt|chat_template[^/]*|"
     rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
 )
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".distcp", ".npz"}
+_WEIGHTS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".ckpt",
+    ".distcp",
+    ".npz",
+}
 
 
 def artifacts(directory: Path) -> list[Path]:
@@ -41,7 +53,9 @@ def artifacts(directory: Path) -> list[Path]:
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
-        weights = path.suffix in _WEIGHTS or path.name.endswith((".safetensors.index.json", ".bin.index.json"))
+        weights = path.suffix in _WEIGHTS or path.name.endswith(
+            (".safetensors.index.json", ".bin.index.json")
+        )
         if weights or path.name.startswith(".") or path.name == MANIFEST_FILE or path.is_dir():
             continue
         if path.is_symlink() and not _stays(path, directory):
@@ -76,7 +90,9 @@ def _refuse_misplaced(path: Path) -> None:
     git-lfs."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
     # merges.txt may be empty, and a chat template may begin as a web page does
-    if kind is not None and (path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]):
+    if kind is not None and (
+        path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]
+    ):
         raise ConversionError(f"{path} is {kind[0]}", kind[1])
 
 
@@ -102,7 +118,11 @@ def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str
     """Return what became of files of a directory since their hashes were recorded: name to what happened to
     it."""
     found = file_hashes(directory)
-    return {name: "was changed" if name in found else "is gone" for name, digest in recorded.items() if found.get(name) != digest}
+    return {
+        name: "was changed" if name in found else "is gone"
+        for name, digest in recorded.items()
+        if found.get(name) != digest
+    }
 
 
 def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, str]) -> None:
@@ -141,10 +161,13 @@ def config_hash(directory: Path) -> str:
     try:
         return hashlib.sha256(require_regular(path).read_bytes()).hexdigest()
     except FileNotFoundError as error:
-        raise ConversionError(f"{directory} has no config.json", "give the directory of a whole model") from error
+        raise ConversionError(
+            f"{directory} has no config.json", "give the directory of a whole model"
+        ) from error
     except OSError as error:
         raise ConversionError(
-            f"{path} cannot be read ({error.strerror})", "give the directory of a whole model that you may read"
+            f"{path} cannot be read ({error.strerror})",
+            "give the directory of a whole model that you may read",
         ) from error
 
 
@@ -165,13 +188,16 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
     found = config_hash(directory)
     if found != planned:
         raise ConversionError(
-            f"{source / 'config.json'} was changed while the weights were converted (SHA-256 {planned[:12]}... when the conversion "
+            f"{source / 'config.json'} was changed while the weights were converted (SHA-256 "
+            f"{planned[:12]}... when the conversion "
             f"was planned, {found[:12]}... now)",
             "put the earlier file back, or convert again with the new one; leave the source alone meanwhile",
         )
 
 
-def write_config(directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_config(
+    directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Let ``config.json`` say the dtype that the weights have now, and ``changes``; a config that says it
     already stays as it is, byte for byte.
 

@@ -33,7 +33,9 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 def intersection(one: Box, other: Box) -> Box | None:
     """Return what two boxes of one tensor have in common; None when nothing."""
-    common = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True))
+    common = tuple(
+        (max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True)
+    )
     return common if all(start < stop for start, stop in common) else None
 
 
@@ -47,7 +49,9 @@ def part(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str) -> Tensor:
+def read_box(
+    descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str
+) -> Tensor:
     """Return a box of a tensor that lies contiguous in a file.
 
     Args:
@@ -67,7 +71,14 @@ def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[i
     if out.numel() == 0:
         return out
     # the dimensions behind this one are whole, so that a range of it is one run of bytes
-    inner = max((axis for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)) if stop - start < size), default=0)
+    inner = max(
+        (
+            axis
+            for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True))
+            if stop - start < size
+        ),
+        default=0,
+    )
     tail = math.prod(shape[inner + 1 :]) * dtype.itemsize
     first, last = box[inner] if box else (0, 1)
     run = (last - first) * tail
@@ -78,7 +89,9 @@ def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[i
     strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(inner)]
     position = 0
     for place in itertools.product(*(range(*limits) for limits in box[:inner])):
-        begin = offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
+        begin = (
+            offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
+        )
         read_bytes(descriptor, begin, flat[position : position + run], what)
         position += run
     return out
@@ -96,10 +109,13 @@ def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> Non
             # Positional, so that threads share one descriptor; one call gives at most 2 GiB on Linux.
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise ConversionError(f"{what} cannot be read ({error})", "check the disk, or fetch the checkpoint again") from error
+            raise ConversionError(
+                f"{what} cannot be read ({error})", "check the disk, or fetch the checkpoint again"
+            ) from error
         if count == 0:
             raise ConversionError(
-                f"{what}: the file ends {len(view) - done} bytes too early", "the file is truncated; fetch or write the checkpoint again"
+                f"{what}: the file ends {len(view) - done} bytes too early",
+                "the file is truncated; fetch or write the checkpoint again",
             )
         done += count
 

@@ -139,7 +139,10 @@ def read_manifest(directory: Path) -> ConversionManifest | None:
     try:
         content = json.loads(require_regular(path).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise ConversionError(f"{path} has format {content['format']!r}, known is {FORMAT}", "use a newer megarl, or convert again")
+            raise ConversionError(
+                f"{path} has format {content['format']!r}, known is {FORMAT}",
+                "use a newer megarl, or convert again",
+            )
         # manifests of the first releases have neither "excused" nor files
         return _MANIFEST.validate_python({**content, **content.get("excused", {})})
     except FileNotFoundError:
@@ -148,7 +151,9 @@ def read_manifest(directory: Path) -> ConversionManifest | None:
         raise
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConversionError(f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})", _AGAIN) from error
+        raise ConversionError(
+            f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})", _AGAIN
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{path} is damaged ({type(error).__name__}: {error})", _AGAIN) from error
 
@@ -228,14 +233,20 @@ class HeldAgainst:
     """
 
     def __init__(
-        self, manifest: ConversionManifest | None, directory: Path, dtypes: Mapping[str, torch.dtype], other: Container[str] = ()
+        self,
+        manifest: ConversionManifest | None,
+        directory: Path,
+        dtypes: Mapping[str, torch.dtype],
+        other: Container[str] = (),
     ) -> None:
         known = manifest.tensors if manifest is not None else {}
         self._directory = directory
         self._records = {name: known[name] for name in dtypes if name in known and name not in other}
         self._unknown = [name for name in dtypes if manifest is not None and name not in known]
         self._cast = {
-            name: dtype_called(record.dtype) for name, record in self._records.items() if record.dtype != dtype_name(dtypes[name])
+            name: dtype_called(record.dtype)
+            for name, record in self._records.items()
+            if record.dtype != dtype_name(dtypes[name])
         }
 
     def hashes(self, names: Iterable[str]) -> TensorHashes:
@@ -258,7 +269,11 @@ class HeldAgainst:
         Raises:
             ChangedSourceError: with the names.
         """
-        changed = [name for name, record in self._records.items() if (before if name in self._cast else written)[name] != record.sha256]
+        changed = [
+            name
+            for name, record in self._records.items()
+            if (before if name in self._cast else written)[name] != record.sha256
+        ]
         changed += [f"{name}, which it does not know" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
@@ -276,7 +291,10 @@ THE_REST = "the program, which lays out the same files otherwise"
 
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of each fact, by its name; facts are what JSON can say."""
-    return {name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest() for name, fact in facts.items()}
+    return {
+        name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest()
+        for name, fact in facts.items()
+    }
 
 
 def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:

@@ -63,8 +63,13 @@ class Narrowing:
         largest = max((self._error(name, *pair) for pair in slices), default=0.0)
         if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):
             raise ConversionError(
-                f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need {dtype_name(tensor.dtype)}",
-                f"pass --dtype {dtype_name(tensor.dtype)} to keep them, or --dtype {dtype_name(dtype)} to round them",
+                f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need "
+                f"{dtype_name(tensor.dtype)}",
+                (
+                    f"pass --dtype {dtype_name(tensor.dtype)} to keep them, or --dtype {dtype_name(dtype)} "
+                    "to "
+                    "round them"
+                ),
             )
         with self._lock:
             self._errors[name] = max(self._errors.get(name, 0.0), largest)
@@ -76,8 +81,12 @@ class Narrowing:
         what is measured."""
         if bool((after.isinf() & before.isfinite()).any()):
             worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
-            raise ConversionError(f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype")
-        return float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
+            raise ConversionError(
+                f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype"
+            )
+        return (
+            float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
+        )
 
     def error_of(self, names: Iterable[str]) -> dict[str, float]:
         """Return the largest error of each of these tensors that was narrowed."""
@@ -95,4 +104,8 @@ class Narrowing:
         if not self._errors:
             return {}
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])
-        return {"narrowed_tensors": len(self._errors), "largest_error": self._errors[worst], "largest_error_in": worst}
+        return {
+            "narrowed_tensors": len(self._errors),
+            "largest_error": self._errors[worst],
+            "largest_error_in": worst,
+        }

@@ -48,14 +48,18 @@ class BlockScaled:
         read_weight, read_scale: of the stored tensors.
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], block: tuple[int, int], read_weight: Read, read_scale: Read) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], block: tuple[int, int], read_weight: Read, read_scale: Read
+    ) -> None:
         self.name, self.shape, self._block = name, shape, block
         self._read_weight, self._read_scale = read_weight, read_scale
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
         """Return the numbers in a box, each computed in float32 and rounded once to ``dtype``."""
         leading, (rows, columns) = box[:-2], box[-2:]
-        scales = self._read_scale((*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))).float()
+        scales = self._read_scale(
+            (*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))
+        ).float()
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
@@ -77,7 +81,9 @@ class Microscaled:
             more, of the bytes of a group.
     """
 
-    def __init__(self, name: str, stored_shape: tuple[int, ...], read_blocks: Read, read_scales: Read) -> None:
+    def __init__(
+        self, name: str, stored_shape: tuple[int, ...], read_blocks: Read, read_scales: Read
+    ) -> None:
         self.name, self.shape = name, (*stored_shape[:-1], stored_shape[-1] * GROUP)
         self._read_blocks, self._read_scales = read_blocks, read_scales
 
@@ -88,7 +94,10 @@ class Microscaled:
         blocks = self._read_blocks((*leading, groups, (0, GROUP // 2))).flatten(0, -3)
         scales = self._read_scales((*leading, groups)).flatten(0, -2)
         if bool((scales == _NO_NUMBER).any()):
-            raise ConversionError(f"{self.name} has a scale of {_NO_NUMBER}, which stands for no number", "fetch the checkpoint again")
+            raise ConversionError(
+                f"{self.name} has a scale of {_NO_NUMBER}, which stands for no number",
+                "fetch the checkpoint again",
+            )
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
         inside = slice(start - groups[0] * GROUP, stop - groups[0] * GROUP)
         result = torch.empty(blocks.shape[0], stop - start, dtype=dtype)
@@ -165,7 +174,9 @@ class DequantizedSource(HuggingFaceSource):
         self._formats: dict[str, BlockScaled | Microscaled] = {}
         problems = list(self._find_blocks(self._block) if self.method == FP8 else self._find_groups())
         if problems:
-            raise ConversionError(f"the {self.method} weights in {directory} are not complete", _FIX, problems)
+            raise ConversionError(
+                f"the {self.method} weights in {directory} are not complete", _FIX, problems
+            )
 
     def is_dequantized(self, name: str) -> bool:
         """Return whether a tensor is stored quantised."""
@@ -216,8 +227,13 @@ class DequantizedSource(HuggingFaceSource):
             if len(shape) < 2:
                 problems.append(f"{name} {list(shape)}: only matrices are stored in blocks")
                 continue
-            expected = (*shape[:-2], *(-(-size // length) for size, length in zip(shape[-2:], block, strict=True)))
-            faults = self._faults(scale, expected, _SCALE_DTYPES, f"{name} {list(shape)} in blocks of {list(block)}")
+            expected = (
+                *shape[:-2],
+                *(-(-size // length) for size, length in zip(shape[-2:], block, strict=True)),
+            )
+            faults = self._faults(
+                scale, expected, _SCALE_DTYPES, f"{name} {list(shape)} in blocks of {list(block)}"
+            )
             problems += faults
             if not faults:
                 self._hidden.add(scale)
@@ -228,10 +244,17 @@ class DequantizedSource(HuggingFaceSource):
         """Find the tensors in MXFP4, which keep the names of their blocks; what is wrong with them."""
         problems = []
         for name in sorted(name for name in self._file_of if name.endswith(_BLOCKS)):
-            shape, dtype, scales = super().shape(name), super().dtype(name), name.removesuffix(_BLOCKS) + _SCALES
+            shape, dtype, scales = (
+                super().shape(name),
+                super().dtype(name),
+                name.removesuffix(_BLOCKS) + _SCALES,
+            )
             faults = []
             if len(shape) < 3 or shape[-1] != GROUP // 2 or dtype != torch.uint8:
-                faults.append(f"{name} is {dtype} {list(shape)}; torch.uint8 [..., rows, groups, {GROUP // 2}] is needed")
+                faults.append(
+                    f"{name} is {dtype} {list(shape)}; torch.uint8 [..., rows, groups, {GROUP // 2}] is "
+                    "needed"
+                )
             faults += self._faults(scales, shape[:-1], (torch.uint8,), f"{name} {list(shape)}")
             problems += faults
             if not faults:
@@ -239,7 +262,9 @@ class DequantizedSource(HuggingFaceSource):
                 self._formats[name] = Microscaled(name, shape[:-1], self._reader(name), self._reader(scales))
         return problems
 
-    def _faults(self, scale: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...], owner: str) -> list[str]:
+    def _faults(
+        self, scale: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...], owner: str
+    ) -> list[str]:
         if scale not in self._file_of:
             return [f"missing: {scale} {list(expected)}, the scales of {owner}"]
         shape, dtype = super().shape(scale), super().dtype(scale)
@@ -276,17 +301,29 @@ def _method_of(config: Any) -> str:
             f"{KEY} = {config!r}: only quant_method {FP8!r} (with weight_block_size) and {MXFP4!r} are known",
             "dequantise the model with the library that wrote it",
         )
-    problems = [] if config.get("activation_scheme", "dynamic") == "dynamic" else [f"activation_scheme = {config['activation_scheme']!r}"]
+    problems = (
+        []
+        if config.get("activation_scheme", "dynamic") == "dynamic"
+        else [f"activation_scheme = {config['activation_scheme']!r}"]
+    )
     others = sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set()))
     problems += [f"{key} = {config[key]!r}" for key in others if not is_off(config[key])]
     if problems:
-        raise ConversionError(f"{KEY} says what is not understood", "dequantise the model with the library that wrote it", problems)
+        raise ConversionError(
+            f"{KEY} says what is not understood",
+            "dequantise the model with the library that wrote it",
+            problems,
+        )
     return str(method)
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     block = config.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
         raise ConversionError(
             f"{KEY}.weight_block_size = {block!r}: two positive whole numbers are needed, as [128, 128]",
             "dequantise the model with the library that wrote it",

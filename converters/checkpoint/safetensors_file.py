@@ -63,12 +63,17 @@ class OpenFiles:
         try:
             descriptor = os.open(require_regular(path), self._flags)
         except OSError as error:
-            raise ConversionError(f"{path} cannot be read ({error})", "check the file and its permissions, or fetch it again") from error
+            raise ConversionError(
+                f"{path} cannot be read ({error})", "check the file and its permissions, or fetch it again"
+            ) from error
         try:
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino)
             if self._identities.setdefault(path, identity) != identity:
-                raise ConversionError(f"{path} has changed while it was in use", "run it again, and leave the checkpoint alone meanwhile")
+                raise ConversionError(
+                    f"{path} has changed while it was in use",
+                    "run it again, and leave the checkpoint alone meanwhile",
+                )
             yield descriptor
         finally:
             os.close(descriptor)
@@ -103,7 +108,9 @@ class SafetensorsFile:
             kind = misplaced_kind(path)
             if kind is not None:
                 raise ConversionError(f"{path} is {kind[0]}", kind[1]) from error
-            raise ConversionError(f"{path} is not a readable safetensors file ({error})", "fetch or write the file again") from error
+            raise ConversionError(
+                f"{path} is not a readable safetensors file ({error})", "fetch or write the file again"
+            ) from error
         with self._files.use(path) as descriptor:
             self._entries = _read_header(descriptor)
         assert names == set(self._entries)
@@ -128,7 +135,10 @@ class SafetensorsFile:
         """
         stored = self._entries[name].stored
         if stored not in DTYPE_NAMES:
-            raise ConversionError(f"{name} is stored as {stored}, which is not supported", f"store it as one of {', '.join(DTYPE_NAMES)}")
+            raise ConversionError(
+                f"{name} is stored as {stored}, which is not supported",
+                f"store it as one of {', '.join(DTYPE_NAMES)}",
+            )
         return DTYPE_NAMES[stored]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -148,7 +158,9 @@ class SafetensorsFile:
         entry = self._entries[name]
         box = whole(entry.shape) if box is None else box
         with self._files.use(self.path) as descriptor:
-            return read_box(descriptor, entry.offset, self.dtype(name), entry.shape, box, f"{name} in {self.path}")
+            return read_box(
+                descriptor, entry.offset, self.dtype(name), entry.shape, box, f"{name} in {self.path}"
+            )
 
 
 def _read_header(descriptor: int) -> dict[str, _Entry]:

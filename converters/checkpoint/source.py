@@ -39,9 +39,17 @@ _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
 # what trainers save in pieces that no single program of transformers reads
 _SHARDED = (
-    ("global_step*/*_states.pt", "DeepSpeed ZeRO", "join it with its zero_to_fp32.py, with --safe_serialization"),
+    (
+        "global_step*/*_states.pt",
+        "DeepSpeed ZeRO",
+        "join it with its zero_to_fp32.py, with --safe_serialization",
+    ),
     ("*/*.distcp", "FSDP", "join it with accelerate merge-weights"),
-    ("*_rank_*.pt", "FSDP in pieces of ranks", "join it with the program of its trainer that writes Hugging Face's format"),
+    (
+        "*_rank_*.pt",
+        "FSDP in pieces of ranks",
+        "join it with the program of its trainer that writes Hugging Face's format",
+    ),
     ("blobs/sha256*", "ollama (GGUF)", "give the safetensors model that it was made of"),
 )
 
@@ -59,8 +67,15 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
             f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
         )
     name = str(model_name)
-    if isinstance(model_name, Path) or directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConversionError(f"model directory {name!r} does not exist", "give an existing directory or a hub id")
+    if (
+        isinstance(model_name, Path)
+        or directory.is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    ):
+        raise ConversionError(
+            f"model directory {name!r} does not exist", "give an existing directory or a hub id"
+        )
     return _download(name, revision)
 
 
@@ -68,12 +83,17 @@ def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+            )
+        )
     # The hub client raises its own errors, those of its HTTP library and those of the file system; all mean
     # the same here.
     except Exception as error:
         raise ConversionError(
-            f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be fetched from the hub "
+            f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be "
+            "fetched from the hub "
             f"({type(error).__name__}: {error})",
             "check the name and the network, or download the model and give its directory",
         ) from error
@@ -136,7 +156,9 @@ class HuggingFaceSource:
             ConversionError: one is damaged, or holds other tensors than the index says.
         """
         for file_name in sorted(set(self._file_of.values())):
-            unknown = sorted(name for name in set(self._open(file_name).keys()) if self._file_of.get(name) != file_name)
+            unknown = sorted(
+                name for name in set(self._open(file_name).keys()) if self._file_of.get(name) != file_name
+            )
             if unknown:
                 what = f"{self.directory / file_name} holds tensors that {_INDEX} does not say are in it"
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
@@ -145,7 +167,9 @@ class HuggingFaceSource:
         """Safetensors files of the directory that are not part of the checkpoint, such as shards of an
         earlier save, by name."""
         read = {*self._file_of.values()}
-        return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
+        return sorted(
+            path.name for path in self.directory.glob("model*.safetensors") if path.name not in read
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the header.
@@ -195,7 +219,10 @@ class HuggingFaceSource:
         shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
-                raise ConversionError(f"{name} has shape {list(shape)}; dimension {dimension} has no {part}", "read inside the tensor")
+                raise ConversionError(
+                    f"{name} has shape {list(shape)}; dimension {dimension} has no {part}",
+                    "read inside the tensor",
+                )
         asked = tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=False))
         return (*asked, *((0, size) for size in shape[len(asked) :]))
 
@@ -213,12 +240,19 @@ class HuggingFaceSource:
     def _read_layout(self) -> dict[str, str]:
         """File name by tensor name."""
         if not self.directory.is_dir():
-            raise ConversionError(f"model directory {str(self.directory)!r} does not exist", "give an existing directory or a hub id")
+            raise ConversionError(
+                f"model directory {str(self.directory)!r} does not exist",
+                "give an existing directory or a hub id",
+            )
         if (self.directory / ADAPTER_CONFIG).exists():
             # transformers would look for the base model elsewhere, and apply the adapter
             raise ConversionError(
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
-                "give the directory of the base model, and with --lora that of the adapter; megarl convert adapter converts it by itself",
+                (
+                    "give the directory of the base model, and with --lora that of the adapter; megarl "
+                    "convert "
+                    "adapter converts it by itself"
+                ),
             )
         if (self.directory / _SINGLE).exists():
             return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
@@ -226,7 +260,10 @@ class HuggingFaceSource:
         if index is not None:
             return self._check_index(index.get("weight_map"))
         if holds_checkpoint(self.directory):
-            raise ConversionError(f"{self.directory} is a checkpoint of Megatron-Core (torch_dist)", "megarl convert export reads it")
+            raise ConversionError(
+                f"{self.directory} is a checkpoint of Megatron-Core (torch_dist)",
+                "megarl convert export reads it",
+            )
         raise self._no_weights()
 
     def _no_weights(self) -> ConversionError:
@@ -235,9 +272,13 @@ class HuggingFaceSource:
         for name in (_SINGLE, _INDEX):
             path = self.directory / name
             if path.is_symlink():
-                return ConversionError(f"{path} leads to {os.readlink(path)}, which is not there", "fetch the model again")
+                return ConversionError(
+                    f"{path} leads to {os.readlink(path)}, which is not there", "fetch the model again"
+                )
             if (unfinished := unfinished_download(path)) is not None:
-                return ConversionError(f"{what}, only {unfinished}, an unfinished download", "fetch the model again")
+                return ConversionError(
+                    f"{what}, only {unfinished}, an unfinished download", "fetch the model again"
+                )
         inside = sorted(
             path.parent
             for pattern in ("*", "snapshots/*")
@@ -245,7 +286,9 @@ class HuggingFaceSource:
             if any(path.parent.glob("model*.safetensors"))
         )
         if inside:
-            return ConversionError(f"{what}; {inside[-1].relative_to(self.directory)} in it has a model", f"give {inside[-1]}")
+            return ConversionError(
+                f"{what}; {inside[-1].relative_to(self.directory)} in it has a model", f"give {inside[-1]}"
+            )
         for pattern, whose, fix in _SHARDED:
             if any(self.directory.glob(pattern)):
                 return ConversionError(f"{what}, only a checkpoint of {whose} ({pattern})", fix)
@@ -256,15 +299,26 @@ class HuggingFaceSource:
         first = found[0] if found else ""
         if first.startswith("model-") and first.endswith(".safetensors"):
             return ConversionError(
-                f"{what}, only {len(found)} shards such as {first}", f"fetch {_INDEX} too, which says which tensor is in which shard"
+                f"{what}, only {len(found)} shards such as {first}",
+                f"fetch {_INDEX} too, which says which tensor is in which shard",
             )
         if first.startswith("consolidated") and first.endswith(".safetensors"):
-            return ConversionError(f"{what}, only {first}, in the format of Mistral's own code", "fetch the model's transformers format")
+            return ConversionError(
+                f"{what}, only {first}, in the format of Mistral's own code",
+                "fetch the model's transformers format",
+            )
         if any(name.endswith(".gguf") for name in found):
-            return ConversionError(f"{what}, only {first}, a model of llama.cpp", "give the safetensors model that it was made of")
+            return ConversionError(
+                f"{what}, only {first}, a model of llama.cpp",
+                "give the safetensors model that it was made of",
+            )
         return ConversionError(
             what + (f", only {first}" if found else ""),
-            "save the model with save_pretrained of a recent transformers; only safetensors are read, since other formats may run code",
+            (
+                "save the model with save_pretrained of a recent transformers; only safetensors are read, "
+                "since "
+                "other formats may run code"
+            ),
         )
 
     def _check_index(self, weight_map: object) -> dict[str, str]:
@@ -275,12 +329,17 @@ class HuggingFaceSource:
         files = {str(name): str(file_name) for name, file_name in weight_map.items()}
         problems = unusable_names(self.directory, {*files.values()}, "safetensors file", ".safetensors")
         if problems:
-            raise ConversionError(f"{path} names files that cannot be used", "fetch the checkpoint again", problems)
+            raise ConversionError(
+                f"{path} names files that cannot be used", "fetch the checkpoint again", problems
+            )
         return files
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
-            raise ConversionError(f"{self.directory} has no tensor {name!r}", "check that the checkpoint is complete and of this family")
+            raise ConversionError(
+                f"{self.directory} has no tensor {name!r}",
+                "check that the checkpoint is complete and of this family",
+            )
         return self._open(self._file_of[name])
 
     def _open(self, file_name: str) -> SafetensorsFile:
@@ -291,12 +350,17 @@ class HuggingFaceSource:
             path = self.directory / file_name
             # aria2 gives a file its whole length at once
             if (self.directory / f"{file_name}.aria2").exists():
-                raise ConversionError(f"{path} is an unfinished download ({file_name}.aria2)", "let the download end, or fetch it again")
+                raise ConversionError(
+                    f"{path} is an unfinished download ({file_name}.aria2)",
+                    "let the download end, or fetch it again",
+                )
             opened = SafetensorsFile(path, self._open_files)
             indexed = {name for name, place in self._file_of.items() if place == file_name}
             absent = sorted(indexed - set(opened.keys()))
             if absent:
-                raise ConversionError(f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent)
+                raise ConversionError(
+                    f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent
+                )
             self._files[file_name] = opened
             return opened
 

@@ -86,9 +86,13 @@ class Staging:
                 self._unlock()
                 raise
         except BlockingIOError as error:
-            raise ConversionError(f"another process is writing {target}", "wait for it, or choose another directory") from error
+            raise ConversionError(
+                f"another process is writing {target}", "wait for it, or choose another directory"
+            ) from error
         except OSError as error:
-            raise ConversionError(f"{self.directory} cannot be made ({error})", "choose a directory that you may write to") from error
+            raise ConversionError(
+                f"{self.directory} cannot be made ({error})", "choose a directory that you may write to"
+            ) from error
         self._waiting: list[tuple[dict[str, Any], Path]] = []
         self._finished_pieces = len(self.records)
         self._recorded_at = time.monotonic()
@@ -166,7 +170,9 @@ class Staging:
     def _records_of_others(self, own: int, count: int) -> dict[int, list[dict[str, Any]]]:
         found = {}
         for other in range(1, count + 1):
-            records = _read_journal(self.directory / _PART_JOURNAL.format(other, count)) if other != own else []
+            records = (
+                _read_journal(self.directory / _PART_JOURNAL.format(other, count)) if other != own else []
+            )
             if records:
                 self._refuse_other_plan(records[0].get("plan"), f"part {other}")
             if records and records[-1] == _DONE:
@@ -176,7 +182,9 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             return
         try:
@@ -191,11 +199,19 @@ class Staging:
             self._unlock()
         left = f"{self.directory} keeps {_size_on_disk(self.directory) / 1e9:.2f} GB of finished work"
         if isinstance(error, KeyboardInterrupt):
-            gone = f"another part has finished {self.target}" if is_of_use else "nothing was finished, and nothing is left"
-            error.add_note(f"{left}, with which the same command goes on" if self.directory.is_dir() else gone)
+            gone = (
+                f"another part has finished {self.target}"
+                if is_of_use
+                else "nothing was finished, and nothing is left"
+            )
+            error.add_note(
+                f"{left}, with which the same command goes on" if self.directory.is_dir() else gone
+            )
         if isinstance(error, ConversionError) and is_of_use:
             raise ConversionError(
-                error.what, f"{error.fix}. {left}, with which the same command goes on; remove it otherwise", error.details
+                error.what,
+                f"{error.fix}. {left}, with which the same command goes on; remove it otherwise",
+                error.details,
             ) from error
 
     def _remove_what_is_of_no_use(self) -> None:
@@ -231,7 +247,8 @@ class Staging:
         others = [each for each in self.directory.glob(".journal*") if each != path]
         if self._part is None and others:
             raise ConversionError(
-                f"{self.directory} holds parts of this work ({', '.join(sorted(each.name for each in others))})",
+                f"{self.directory} holds parts of this work "
+                f"({', '.join(sorted(each.name for each in others))})",
                 "go on with --part, or remove the directory",
             )
         records = _read_journal(path)
@@ -335,9 +352,13 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
     if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
         return
     if not overwrite:
-        raise ConversionError(f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)")
+        raise ConversionError(
+            f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)"
+        )
     if not (is_directory and is_ours(target)):
-        raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
+        raise ConversionError(
+            f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory"
+        )
 
 
 def follow_umask(directory: Path, written: Path) -> None:

@@ -140,7 +140,10 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
     fit = (max_memory - resident) // BYTES_A_WORKER
     if fit < 1:
         least = resident + BYTES_A_WORKER
-        raise ConversionError(f"max-memory = {max_memory / 2**20:.0f} MiB: {least / 2**20:.0f} MiB are needed", "raise --max-memory")
+        raise ConversionError(
+            f"max-memory = {max_memory / 2**20:.0f} MiB: {least / 2**20:.0f} MiB are needed",
+            "raise --max-memory",
+        )
     return min(wanted, int(fit))
 
 
@@ -225,7 +228,10 @@ class Progress:
             return
         rate = (self._done - self._skipped) / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
-        line = f"{self._label}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {_clock(left)} left"
+        line = (
+            f"{self._label}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} "
+            f"GB/s, {_clock(left)} left"
+        )
         self._stream.write(f"\r{line:<78}" if terminal else f"{line}\n")
         self._stream.flush()
 

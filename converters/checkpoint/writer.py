@@ -68,7 +68,9 @@ def write_hf(
     target = Path(out_dir).expanduser().absolute()
     check_target(target, overwrite=False, is_ours=lambda _: False)
     if max_shard_bytes <= 0:
-        raise ConversionError(f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes")
+        raise ConversionError(
+            f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
     partial.mkdir()
@@ -108,7 +110,10 @@ class _ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a copy of a tensor; write the shard before it if that is full."""
         if name in self._shard_of:
-            raise ConversionError(f"tensor {name!r} comes twice in the stream", "let every parameter be emitted by one rank only")
+            raise ConversionError(
+                f"tensor {name!r} comes twice in the stream",
+                "let every parameter be emitted by one rank only",
+            )
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._max_shard_bytes:
             self._write_shard()
@@ -126,7 +131,10 @@ class _ShardWriter:
         if self._shard_count == 1:
             rename_surely(self._part_path(0), self._directory / "model.safetensors")
             return
-        names = [f"model-{number:05d}-of-{self._shard_count:05d}.safetensors" for number in range(1, self._shard_count + 1)]
+        names = [
+            f"model-{number:05d}-of-{self._shard_count:05d}.safetensors"
+            for number in range(1, self._shard_count + 1)
+        ]
         for number, name in enumerate(names):
             rename_surely(self._part_path(number), self._directory / name)
         index = {

@@ -59,14 +59,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
 
 
 def register_family(family: Family) -> None:
-    """Make a family known that is not part of this package (``converters.family_file``). One registered earlier under the same name is
-    replaced.
+    """Make a family known that is not part of this package (``converters.family_file``). One registered
+    earlier under the same name is replaced.
 
     Raises:
         ConversionError: the package has a family of that name.
     """
     if family.model_type in _BUILT_IN:
-        raise ConversionError(f"model_type = {family.model_type!r} is a family that is built in", "give the family a model_type of its own")
+        raise ConversionError(
+            f"model_type = {family.model_type!r} is a family that is built in",
+            "give the family a model_type of its own",
+        )
     _known[family.model_type] = family
 
 
@@ -92,9 +95,11 @@ def family_of(model_type: object, architectures: object = None) -> Family:
     alike = next((each for each in FAMILIES.values() if each.architecture_class in classes), None)
     if alike is not None:
         raise ConversionError(
-            f"model_type = {model_type!r} has no mapping rules, but architectures names {alike.architecture_class}, which is the class of "
+            f"model_type = {model_type!r} has no mapping rules, but architectures names "
+            f"{alike.architecture_class}, which is the class of "
             f"{alike.model_type}",
-            f"where it computes what {alike.architecture_class} of transformers computes, write model_type = {alike.model_type!r} into "
+            f"where it computes what {alike.architecture_class} of transformers computes, write model_type "
+            f"= {alike.model_type!r} into "
             "config.json; else describe it (megarl convert --family-file)",
         )
     described = UNKNOWN.get(model_type) if isinstance(model_type, str) else None
@@ -102,17 +107,24 @@ def family_of(model_type: object, architectures: object = None) -> Family:
         also = "" if described is None else f", and {described}"
         seeing = " or ".join(sorted(each.model_type for each in FAMILIES.values() if each.sees))
         raise ConversionError(
-            f"model_type = {model_type!r} has no mapping rules: it also reads pictures, sound or the text of an encoder{also}",
-            f"take a model of text alone, or a {seeing} model: those that also see are converted whole, and their text is trained",
+            f"model_type = {model_type!r} has no mapping rules: it also reads pictures, sound or the text "
+            f"of an encoder{also}",
+            (
+                f"take a model of text alone, or a {seeing} model: those that also see are converted whole, "
+                "and "
+                "their text is trained"
+            ),
         )
     if described is not None:
         raise ConversionError(
             f"model_type = {model_type!r} has no mapping rules: it is {described}",
-            "describe it (megarl convert --family-file, policy.megatron_cfg.family_file) where Megatron-Core computes that, or use a "
+            "describe it (megarl convert --family-file, policy.megatron_cfg.family_file) where "
+            "Megatron-Core computes that, or use a "
             "backend that runs the transformers model itself",
         )
     raise ConversionError(
         f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",
-        "use a model of a known family, describe this one (megarl convert --family-file, policy.megatron_cfg.family_file), or use a "
+        "use a model of a known family, describe this one (megarl convert --family-file, "
+        "policy.megatron_cfg.family_file), or use a "
         "backend that runs the transformers model itself",
     )

@@ -39,9 +39,12 @@ def features_of(config: Config, **keys: str | bool) -> Features:
 
     Args:
         config: with the defaults of its family filled in.
-        **keys: the config key that switches a feature on, or whether the family has it always; features that are left out it never has.
+        **keys: the config key that switches a feature on, or whether the family has it always; features that
+        are left out it never has.
     """
-    return Features(**{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()})
+    return Features(
+        **{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()}
+    )
 
 
 def read_nothing(*_: object) -> None:
@@ -50,15 +53,16 @@ def read_nothing(*_: object) -> None:
 
 
 def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
-    """The window of each layer, in tokens: a token sees itself and the ``window - 1`` tokens before it; None for all before it.
+    """The window of each layer, in tokens: a token sees itself and the ``window - 1`` tokens before it; None
+    for all before it.
 
     Args:
         config: with the defaults of its family filled in.
         num_layers: layers of the model.
         uniform: ``sliding_window`` holds for every layer.
-        by_layer: it holds for the layers that ``layer_types`` says. What transformers fills in for those where the config does not say:
-            with ``max_window_layers`` the layers from that on, all layers with ``uniform``, otherwise every other layer, beginning with
-            the first.
+        by_layer: it holds for the layers that ``layer_types`` says. What transformers fills in for those
+            where the config does not say: with ``max_window_layers`` the layers from that on, all layers with
+            ``uniform``, otherwise every other layer, beginning with the first.
     """
     window = config.get("sliding_window")
     if not isinstance(window, int) or not (uniform or by_layer) or config.get("use_sliding_window") is False:
@@ -87,17 +91,23 @@ class Family:
     Attributes:
         model_type: what its config calls it.
         architecture_class: the causal language model class named in ``config.architectures``.
-        config_keys: config keys that only this family has and that ``read_features`` or the window check consume.
+        config_keys: config keys that only this family has and that ``read_features`` or the window check
+            consume.
         read_features: the optional tensors, from the config as a mapping; none of them by default.
-        model_rules: rules of the parameters outside the layers, embedding first; by default those of a plain decoder.
+        model_rules: rules of the parameters outside the layers, embedding first; by default those of a plain
+            decoder.
         layer_rules: rules of one layer, by its global index; by default those of a plain decoder.
-        read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the list.
-        has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with ``has_layer_windows``, for those that
-            ``layer_types`` says, and for every layer where it says nothing.
+        read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the
+            list.
+        has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with
+            ``has_layer_windows``, for those that ``layer_types`` says, and for every layer where it says
+            nothing.
         read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
-        read_gated_delta: the gated delta nets, from the config and the number of layers; what is wrong is appended to the list.
+        read_gated_delta: the gated delta nets, from the config and the number of layers; what is wrong is
+            appended to the list.
         read_vision: the vision tower, from the config; what is wrong is appended to the list. A family that
-            has one nests the config of its text in ``text_config``, and names its tensors by ``NESTED_PREFIX``.
+            has one nests the config of its text in ``text_config``, and names its tensors by
+            ``NESTED_PREFIX``.
         may_be_nested: of a text alone, whose tensors transformers saves under these names where it was read
             from a model that also sees.
         zero_centered_norms: norms multiply by 1 + weight.
@@ -108,10 +118,11 @@ class Family:
         read_gate_limit: bound of what the gated MLP multiplies, from the config (``Architecture``).
         rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
         rotates_in_sections: of a model that also sees: see ``read_rope``.
-        config_like: ``model_type`` of the transformers config class that fills in what a ``config.json`` leaves out, for a family that
-            transformers does not know; without it, such a config has to say everything.
-        defaults: what that class fills in for keys that decide which tensors there are, for those who read a ``config.json`` without
-            transformers. Sizes are not among them: a ``config.json`` says those.
+        config_like: ``model_type`` of the transformers config class that fills in what a ``config.json``
+            leaves out, for a family that transformers does not know; without it, such a config has to say
+            everything.
+        defaults: what that class fills in for keys that decide which tensors there are, for those who read a
+            ``config.json`` without transformers. Sizes are not among them: a ``config.json`` says those.
     """
 
     model_type: str

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and -V2-Lite: latent attention, and behind the first layers a mixture of experts whose router takes a softmax."""
+"""DeepSeek-V2 and -V2-Lite: latent attention, and behind the first layers a mixture of experts whose router
+takes a softmax."""
 
 from __future__ import annotations
 
@@ -17,13 +18,30 @@ _METHODS = ("greedy", "group_limited_greedy")
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("mlp_bias"):
         problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core has no biases in MLPs alone")
-    require(config, "scoring_func", "softmax", "transformers computes no other score for this family", problems)
-    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
-    require(config, "norm_topk_prob", False, "transformers never divides the scores of this family by their sum", problems)
+    require(
+        config, "scoring_func", "softmax", "transformers computes no other score for this family", problems
+    )
+    require(
+        config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems
+    )
+    require(
+        config,
+        "norm_topk_prob",
+        False,
+        "transformers never divides the scores of this family by their sum",
+        problems,
+    )
     method = config.get("topk_method")
     if method not in _METHODS:
         problems.append(f"topk_method = {method!r}: only {' and '.join(map(repr, _METHODS))} are supported")
-    return read_deepseek_mixture(config, num_layers, problems, score="softmax", best_of_group=1, grouped=method == "group_limited_greedy")
+    return read_deepseek_mixture(
+        config,
+        num_layers,
+        problems,
+        score="softmax",
+        best_of_group=1,
+        grouped=method == "group_limited_greedy",
+    )
 
 
 FAMILY = Family(

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and -R1: latent attention, a mixture of experts behind the first layers, and layers that predict further tokens."""
+"""DeepSeek-V3 and -R1: latent attention, a mixture of experts behind the first layers, and layers that
+predict further tokens."""
 
 from __future__ import annotations
 

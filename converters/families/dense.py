@@ -1,4 +1,5 @@
-"""Rules of the plain decoder that the dense families share: grouped-query attention, gated MLP, RMS norms before each block."""
+"""Rules of the plain decoder that the dense families share: grouped-query attention, gated MLP, RMS norms
+before each block."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     """Embedding, final norm and output layer.
 
-    The output layer of a tied model is there for the last pipeline stage, which holds a copy of the embedding; it emits nothing.
+    The output layer of a tied model is there for the last pipeline stage, which holds a copy of the
+    embedding; it emits nothing.
     """
     embedding = HuggingFaceTensor("model.embed_tokens.weight", (facts.vocab_size, facts.hidden_size))
     head = HuggingFaceTensor("lm_head.weight", embedding.shape)
@@ -36,12 +38,16 @@ def layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     """Yield the rules of the layer's mixer, with the norms before it and behind it."""
     hidden, megatron, prefix = facts.hidden_size, f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    yield from module_rules(f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)})
+    yield from module_rules(
+        f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)}
+    )
     yield from MIXERS[facts.kind_of(layer).mixer](facts, layer)
     if facts.sinks:
         sinks = HuggingFaceTensor(f"{prefix}self_attn.sinks", (facts.num_attention_heads,))
         yield Rule(f"{megatron}self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,))
-    yield from module_rules(f"{megatron}pre_mlp_layernorm", Kind.REPLICATED, {f"{prefix}post_attention_layernorm": (hidden,)})
+    yield from module_rules(
+        f"{megatron}pre_mlp_layernorm", Kind.REPLICATED, {f"{prefix}post_attention_layernorm": (hidden,)}
+    )
 
 
 def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
@@ -53,13 +59,20 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     rules = module_rules(f"{megatron}linear_qkv", Kind.QKV, projections, bias=facts.qkv_bias)
     yield from (_with_gates(rule, facts) for rule in rules) if facts.output_gate else rules
     for letter in "qk" if facts.qk_norm else "":
-        yield from module_rules(f"{megatron}{letter}_layernorm", Kind.REPLICATED, {f"{prefix}{letter}_norm": (head_dim,)})
-    yield from module_rules(f"{megatron}linear_proj", Kind.ROW, {f"{prefix}o_proj": (hidden, query)}, bias=facts.attention_output_bias)
+        yield from module_rules(
+            f"{megatron}{letter}_layernorm", Kind.REPLICATED, {f"{prefix}{letter}_norm": (head_dim,)}
+        )
+    yield from module_rules(
+        f"{megatron}linear_proj",
+        Kind.ROW,
+        {f"{prefix}o_proj": (hidden, query)},
+        bias=facts.attention_output_bias,
+    )
 
 
 def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
-    """The rule of queries, keys and values of attention whose output is gated: behind each query head stands its gate, where Megatron-Core
-    has the gates of a group behind all its query heads."""
+    """The rule of queries, keys and values of attention whose output is gated: behind each query head stands
+    its gate, where Megatron-Core has the gates of a group behind all its query heads."""
     groups, width = facts.num_key_value_heads, facts.head_dim
     heads = facts.num_attention_heads // groups
     ordered = [2 * head * width for head in range(heads)] + [(2 * head + 1) * width for head in range(heads)]
@@ -79,5 +92,10 @@ MIXERS: Mapping[str, Callable[[ModelFacts, int], Iterator[Rule]]] = {
 def _mlp_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     hidden, ffn, bias = facts.hidden_size, facts.ffn_hidden_size, facts.mlp_bias
     megatron, prefix = f"decoder.layers.{layer}.mlp.linear_", f"model.layers.{layer}.mlp."
-    yield from module_rules(f"{megatron}fc1", Kind.GATED, {f"{prefix}{part}_proj": (ffn, hidden) for part in ("gate", "up")}, bias=bias)
+    yield from module_rules(
+        f"{megatron}fc1",
+        Kind.GATED,
+        {f"{prefix}{part}_proj": (ffn, hidden) for part in ("gate", "up")},
+        bias=bias,
+    )
     yield from module_rules(f"{megatron}fc2", Kind.ROW, {f"{prefix}down_proj": (hidden, ffn)}, bias=bias)

@@ -1,4 +1,5 @@
-"""dots.llm1: attention as in Qwen3, with windows by layer, and DeepSeek-V3's mixture of experts behind the first layers."""
+"""dots.llm1: attention as in Qwen3, with windows by layer, and DeepSeek-V3's mixture of experts behind the
+first layers."""
 
 from __future__ import annotations
 
@@ -17,5 +18,11 @@ FAMILY = replace(
     rotates_partly=False,
     may_predict_further=False,
     has_layer_windows=True,
-    defaults={"first_k_dense_replace": 0, "max_window_layers": 62, "n_group": 1, "sliding_window": 4096, "topk_group": 1},
+    defaults={
+        "first_k_dense_replace": 0,
+        "max_window_layers": 62,
+        "n_group": 1,
+        "sliding_window": 4096,
+        "topk_group": 1,
+    },
 )

@@ -1,8 +1,9 @@
 """Rules of gated delta nets, whose sizes are in ``converters.model_config.gated_delta``.
 
-The input projection is one matrix, as in Megatron-Core, but in the order of heads: of each key head its query, key, values, the values'
-gates and the two gates of each value head. A tensor-parallel rank so has rows one behind the other that belong together, as it has of the
-query-key-value matrix of attention, and a checkpoint can be read with any number of ranks.
+The input projection is one matrix, as in Megatron-Core, but in the order of heads: of each key head its
+query, key, values, the values' gates and the two gates of each value head. A tensor-parallel rank so has rows
+one behind the other that belong together, as it has of the query-key-value matrix of attention, and a
+checkpoint can be read with any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     net, hidden = facts.gated_delta, facts.hidden_size
     assert net is not None, facts.family
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
-    heads, keys, values, gates = net.key_heads, net.key_width, net.values // net.key_heads, net.value_heads // net.key_heads
+    heads, keys, values, gates = (
+        net.key_heads,
+        net.key_width,
+        net.values // net.key_heads,
+        net.value_heads // net.key_heads,
+    )
     stored: dict[str, tuple[int, ...]]
     if net.stored_by_head:
         stored = {"in_proj_qkvz": (2 * keys + 2 * values,), "in_proj_ba": (2 * gates,)}
     else:
-        stored = {"in_proj_qkv": (keys, keys, values), "in_proj_z": (values,), "in_proj_b": (gates,), "in_proj_a": (gates,)}
+        stored = {
+            "in_proj_qkv": (keys, keys, values),
+            "in_proj_z": (values,),
+            "in_proj_b": (gates,),
+            "in_proj_a": (gates,),
+        }
     yield Rule(
         f"{megatron}in_proj.weight",
         Kind.GROUPED,
-        tuple(HuggingFaceTensor(f"{prefix}{name}.weight", (heads * sum(widths), hidden)) for name, widths in stored.items()),
+        tuple(
+            HuggingFaceTensor(f"{prefix}{name}.weight", (heads * sum(widths), hidden))
+            for name, widths in stored.items()
+        ),
         groups=heads,
         group_rows=_rows_of_groups(tuple(stored.values()), heads),
     )
@@ -49,7 +63,8 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _rows_of_groups(parts: tuple[tuple[int, ...], ...], groups: int) -> tuple[GroupRows, ...]:
-    """The rows of a group, of tensors that each have sections one behind the other, of so many rows a group."""
+    """The rows of a group, of tensors that each have sections one behind the other, of so many rows a
+    group."""
     found = []
     for part, widths in enumerate(parts):
         start = 0

@@ -1,5 +1,5 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and in all but the first layers DeepSeek's
-mixture of experts."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and in all but
+the first layers DeepSeek's mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from functools import partial
 from converters.families.base import Family, features_of
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import prediction_layers
-from converters.model_config.mixture import ROUTER_KEYS, MixtureOfExperts, read_deepseek_mixture, require_sigmoids
+from converters.model_config.mixture import (
+    ROUTER_KEYS,
+    MixtureOfExperts,
+    read_deepseek_mixture,
+    require_sigmoids,
+)
 from converters.model_config.sizes import Config
 
 _NAMES = MixtureNames(shared="shared_experts")
@@ -16,7 +21,9 @@ _NAMES = MixtureNames(shared="shared_experts")
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("n_shared_experts") == 0:
-        problems.append("n_shared_experts = 0: transformers then has a shared expert of no width; at least 1 is needed")
+        problems.append(
+            "n_shared_experts = 0: transformers then has a shared expert of no width; at least 1 is needed"
+        )
     require_sigmoids(config, problems)
     return read_deepseek_mixture(config, num_layers, problems)
 

@@ -16,12 +16,20 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
     kinds = config.get("mlp_layer_types")
     if kinds is None:  # as transformers fills it in
         kinds = ["dense", *["sparse"] * (num_layers - 1)]
-    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
-        problems.append(f"mlp_layer_types = {kinds!r}: dense or sparse is needed for each of the {num_layers} layers")
+    if (
+        not isinstance(kinds, (list, tuple))
+        or len(kinds) != num_layers
+        or any(kind not in _KINDS for kind in kinds)
+    ):
+        problems.append(
+            f"mlp_layer_types = {kinds!r}: dense or sparse is needed for each of the {num_layers} layers"
+        )
         return None
     sparse = tuple(kind == "sparse" for kind in kinds)
     dense_first = sparse.index(True) if any(sparse) else num_layers
-    require(config, "first_k_dense_replace", dense_first, "transformers reads mlp_layer_types instead", problems)
+    require(
+        config, "first_k_dense_replace", dense_first, "transformers reads mlp_layer_types instead", problems
+    )
     return read_deepseek_mixture(config, num_layers, problems, sparse_layers=sparse)
 
 

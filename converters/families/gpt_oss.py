@@ -1,7 +1,9 @@
-"""GPT-OSS: biases everywhere, attention sinks, windows in some layers, and in every layer experts whose gate is clamped.
+"""GPT-OSS: biases everywhere, attention sinks, windows in some layers, and in every layer experts whose gate
+is clamped.
 
-All experts of a layer are stored together, transposed, and rows of gate and up in turns. Weights quantised to MXFP4 (``*_blocks`` and
-``*_scales``) are not transposed; a source that dequantises them has them under the name of the blocks.
+All experts of a layer are stored together, transposed, and rows of gate and up in turns. Weights quantised to
+MXFP4 (``*_blocks`` and ``*_scales``) are not transposed; a source that dequantises them has them under the
+name of the blocks.
 """
 
 from __future__ import annotations
@@ -39,19 +41,30 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
     hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     block = f"model.layers.{layer}.mlp.experts"
     # name, the stored tensor, shape of the matrix, its first row there, and from a row to the next
-    gate, up = ("gate_proj", "gate_up_proj", (width, hidden), 0, 2), ("up_proj", "gate_up_proj", (width, hidden), 1, 2)
+    gate, up = (
+        ("gate_proj", "gate_up_proj", (width, hidden), 0, 2),
+        ("up_proj", "gate_up_proj", (width, hidden), 1, 2),
+    )
     down = ("down_proj", "down_proj", (hidden, width), 0, 1)
 
-    def matrix(expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
+    def matrix(
+        expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int
+    ) -> HuggingFaceTensor:
         """A matrix whose rows are every ``step``-th column of the stored one, from ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
         places = (
-            TensorLocation(f"{block}.{stored}", (experts, columns, rows), expert, start, step, transposed=True),
-            TensorLocation(f"{block}.{stored}_blocks", (experts, rows, columns), expert, start, step, written=False),
+            TensorLocation(
+                f"{block}.{stored}", (experts, columns, rows), expert, start, step, transposed=True
+            ),
+            TensorLocation(
+                f"{block}.{stored}_blocks", (experts, rows, columns), expert, start, step, written=False
+            ),
         )
         return HuggingFaceTensor(f"{block}.{expert}.{name}.weight", shape, places, alone=False)
 
-    def bias(expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
+    def bias(
+        expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int
+    ) -> HuggingFaceTensor:
         place = TensorLocation(f"{block}.{stored}_bias", (experts, shape[0] * step), expert, start, step)
         return HuggingFaceTensor(f"{block}.{expert}.{name}.bias", shape[:1], (place,), alone=False)
 
@@ -66,18 +79,26 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
 def _read_gate_limit(config: Config, problems: list[str]) -> float | None:
     alpha, limit = config.get("swiglu_alpha"), config.get("swiglu_limit")
     if alpha is not None and alpha != _ALPHA:
-        problems.append(f"swiglu_alpha = {alpha!r}: only {_ALPHA} is supported, which is written into Megatron-Core's code")
+        problems.append(
+            f"swiglu_alpha = {alpha!r}: only {_ALPHA} is supported, which is written into Megatron-Core's "
+            "code"
+        )
     return read_number(limit, "swiglu_limit", problems)
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("attention_bias") is not True:
-        problems.append(f"attention_bias = {config.get('attention_bias')!r}: only true is supported; Megatron-Core has all biases or none")
+        problems.append(
+            f"attention_bias = {config.get('attention_bias')!r}: only true is supported; Megatron-Core has "
+            "all biases or none"
+        )
     if config.get("num_local_experts") == 0:
         problems.append("num_local_experts = 0: a layer has no other MLP")
     chosen = config.get("experts_per_token")
     if chosen is not None and chosen != config.get("num_experts_per_tok"):
-        problems.append(f"experts_per_token = {chosen!r}: num_experts_per_tok, which transformers reads, says otherwise")
+        problems.append(
+            f"experts_per_token = {chosen!r}: num_experts_per_tok, which transformers reads, says otherwise"
+        )
     return read_mixture(
         config,
         problems,
@@ -95,11 +116,13 @@ FAMILY = Family(
         {
             "attention_bias",
             "experts_per_token",
-            "initial_context_length",  # what rope_scaling says as original_max_position_embeddings; transformers reads that
+            # what rope_scaling says as original_max_position_embeddings; transformers reads that
+            "initial_context_length",
             "layer_types",
             "num_experts_per_tok",
             "num_local_experts",
-            "output_router_logits",  # this and the next are about the loss that transformers computes from labels
+            # this and the next are about the loss that transformers computes from labels
+            "output_router_logits",
             "router_aux_loss_coef",
             "sliding_window",
             "swiglu_alpha",

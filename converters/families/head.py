@@ -8,9 +8,12 @@ from converters.model_config.heads import OUTPUT_LAYER
 
 
 def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules of a model's parameters outside its layers, with the score layer in place of the output layer if it has one."""
+    """The rules of a model's parameters outside its layers, with the score layer in place of the output layer
+    if it has one."""
     head = facts.head
     if head is None:
         return rules
-    scoring = module_rules("output_layer", Kind.REPLICATED, {"score": (head.labels, facts.hidden_size)}, bias=head.bias)
+    scoring = module_rules(
+        "output_layer", Kind.REPLICATED, {"score": (head.labels, facts.hidden_size)}, bias=head.bias
+    )
     return (*(rule for rule in rules if rule.megatron_name != OUTPUT_LAYER), *scoring)

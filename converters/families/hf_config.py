@@ -1,4 +1,5 @@
-"""The transformers config of a model, also of a built-in family that transformers knows by another name alone."""
+"""The transformers config of a model, also of a built-in family that transformers knows by another name
+alone."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from converters.families.base import Family
 
 
 def config_class_name(family: Family) -> str | None:
-    """Return the ``model_type`` by which transformers has a config class for a family; None where it has none."""
+    """Return the ``model_type`` by which transformers has a config class for a family; None where it has
+    none."""
     from transformers import CONFIG_MAPPING
 
     return family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
 
 
 def renamed_class(model_type: object) -> str | None:
-    """Return the name by which transformers computes a built-in family that it does not know by its own; else None.
+    """Return the name by which transformers computes a built-in family that it does not know by its own; else
+    None.
 
     A family of a user computes something else than the class that fills in its config.
     """
@@ -43,8 +46,8 @@ def make_hf_config(content: Mapping[str, Any]) -> Any:
 def read_hf_config(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Read the ``config.json`` of a model.
 
-    transformers refuses a ``model_type`` that it does not know, or runs the code beside the model; of a built-in family that is
-    another one by a name of its own (Kimi-K2 is DeepSeek-V3) neither is needed.
+    transformers refuses a ``model_type`` that it does not know, or runs the code beside the model; of a
+    built-in family that is another one by a name of its own (Kimi-K2 is DeepSeek-V3) neither is needed.
 
     Args:
         place: directory or hub id of the model.

@@ -1,4 +1,5 @@
-"""Kimi-K2: DeepSeek-V3 by another name, which transformers does not know; the code beside its weights is not needed."""
+"""Kimi-K2: DeepSeek-V3 by another name, which transformers does not know; the code beside its weights is not
+needed."""
 
 from __future__ import annotations
 

@@ -23,12 +23,24 @@ def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
             ("linear_q_up_proj", Kind.COLUMN, "q_b_proj", (query, latent.q_lora_rank)),
         ]
     rows += [
-        ("linear_kv_down_proj", Kind.COLUMN, "kv_a_proj_with_mqa", (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)),
+        (
+            "linear_kv_down_proj",
+            Kind.COLUMN,
+            "kv_a_proj_with_mqa",
+            (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden),
+        ),
         ("kv_layernorm", Kind.REPLICATED, "kv_a_layernorm", (latent.kv_lora_rank,)),
-        ("linear_kv_up_proj", Kind.COLUMN, "kv_b_proj", (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)),
+        (
+            "linear_kv_up_proj",
+            Kind.COLUMN,
+            "kv_b_proj",
+            (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank),
+        ),
         ("linear_proj", Kind.ROW, "o_proj", (hidden, heads * latent.v_head_dim)),
     ]
     for megatron, kind, name, shape in rows:
         yield from module_rules(
-            f"decoder.layers.{layer}.self_attention.{megatron}", kind, {f"model.layers.{layer}.self_attn.{name}": shape}
+            f"decoder.layers.{layer}.self_attention.{megatron}",
+            kind,
+            {f"model.layers.{layer}.self_attn.{name}": shape},
         )

@@ -1,4 +1,5 @@
-"""Ministral: Mistral with a window in the layers that ``layer_types`` says, which are all where it says nothing."""
+"""Ministral: Mistral with a window in the layers that ``layer_types`` says, which are all where it says
+nothing."""
 
 from __future__ import annotations
 

@@ -16,12 +16,15 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
     noise = config.get("router_jitter_noise")
     if noise:
         problems.append(
-            f"router_jitter_noise = {noise!r}: only 0 is supported; transformers scales the input of router and experts at random, "
+            f"router_jitter_noise = {noise!r}: only 0 is supported; transformers scales the input of router "
+            "and experts at random, "
             "Megatron-Core that of the router alone"
         )
     if config.get("num_local_experts") == 0:
         problems.append("num_local_experts = 0: a Mixtral layer has no other MLP")
-    return read_mixture(config, problems, width_key="intermediate_size", normalized=True, sparse_layers=(True,) * num_layers)
+    return read_mixture(
+        config, problems, width_key="intermediate_size", normalized=True, sparse_layers=(True,) * num_layers
+    )
 
 
 FAMILY = Family(

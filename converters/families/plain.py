@@ -1,8 +1,10 @@
-"""Plain configs: a ``config.json`` completed as transformers' own config class would, without transformers and torch.
+"""Plain configs: a ``config.json`` completed as transformers' own config class would, without transformers
+and torch.
 
-Importing these takes seconds, and most of a config needs neither. What is written here is what the classes of the built-in families fill
-in, and which kinds of value they take. A config that says anything else is not plain, and nothing is decided about it here: transformers
-itself has to read it. So a family need not be in this file; tests compare every entry with transformers.
+Importing these takes seconds, and most of a config needs neither. What is written here is what the classes of
+the built-in families fill in, and which kinds of value they take. A config that says anything else is not
+plain, and nothing is decided about it here: transformers itself has to read it. So a family need not be in
+this file; tests compare every entry with transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key of a config class: the kinds of value that it takes, and what it is where a file does not say; None: a file has to."""
+    """One key of a config class: the kinds of value that it takes, and what it is where a file does not say;
+    None: a file has to."""
 
     kinds: tuple[type, ...]
     default: tuple[Any] | None = None
@@ -100,7 +103,9 @@ _WINDOWS: Mapping[str, Any] = {
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 # these say which class or code runs
-_TELLING = frozenset({"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"})
+_TELLING = frozenset(
+    {"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"}
+)
 # hub repositories write these; false means nothing
 _HARMLESS_IF_FALSE = frozenset({"use_mrope"})
 _LARGEST_SIZE = 2**31 - 1
@@ -126,7 +131,9 @@ def _qwen2_moe(config: Config) -> None:
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
     if config["layer_types"] is None:
         count, last = config["num_hidden_layers"], config["max_window_layers"]
-        windowed = (config["use_sliding_window"] and layer % 2 == 0 and layer < last for layer in range(count))
+        windowed = (
+            config["use_sliding_window"] and layer % 2 == 0 and layer < last for layer in range(count)
+        )
         config["layer_types"] = [_WINDOWED if each else _FULL for each in windowed]
 
 
@@ -141,7 +148,9 @@ def _qwen3_moe(config: Config) -> None:
 
 def _gpt_oss(config: Config) -> None:
     if config["layer_types"] is None:
-        config["layer_types"] = [_FULL if layer % 2 else _WINDOWED for layer in range(config["num_hidden_layers"])]
+        config["layer_types"] = [
+            _FULL if layer % 2 else _WINDOWED for layer in range(config["num_hidden_layers"])
+        ]
 
 
 def _latent_widths(config: Config) -> dict[str, int]:
@@ -194,7 +203,9 @@ PLAIN_FAMILIES: Mapping[str, _ConfigClass] = {
         complete=_head_width,
         divides_width=True,
     ),
-    "mistral": _ConfigClass({"head_dim": _OPTIONAL_INT, "sliding_window": _like(4096, _NOTHING)}, complete=_head_width),
+    "mistral": _ConfigClass(
+        {"head_dim": _OPTIONAL_INT, "sliding_window": _like(4096, _NOTHING)}, complete=_head_width
+    ),
     "qwen2": _ConfigClass({**_WINDOWS, "head_dim": _OPTIONAL_INT}, complete=_windows),
     "qwen3": _ConfigClass({**_WINDOWS, "head_dim": 128, "attention_bias": False}, complete=_windows),
     "mixtral": _ConfigClass(
@@ -305,9 +316,11 @@ PLAIN_FAMILIES: Mapping[str, _ConfigClass] = {
 
 
 def filled_config(content: Mapping[str, Any]) -> Config | None:
-    """The content of a ``config.json`` with what transformers' config class fills in and derives; None where it is not plain.
+    """The content of a ``config.json`` with what transformers' config class fills in and derives; None where
+    it is not plain.
 
-    Only a config is plain that transformers takes without a word, and of which every value is of the usual kind.
+    Only a config is plain that transformers takes without a word, and of which every value is of the usual
+    kind.
     """
     kind = PLAIN_FAMILIES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
     if kind is None:
@@ -353,7 +366,12 @@ def _fits(config: Config, kind: _ConfigClass) -> bool:
     if any(config[key] not in (None, size) for key, size in latent.items()):
         return False
     types = config.get("layer_types")
-    if layers > _MOST_LAYERS or not 0 <= config["initializer_range"] <= 1 or config["output_attentions"] or config["is_encoder_decoder"]:
+    if (
+        layers > _MOST_LAYERS
+        or not 0 <= config["initializer_range"] <= 1
+        or config["output_attentions"]
+        or config["is_encoder_decoder"]
+    ):
         return False
     if types is not None and (len(types) != layers or not all(each in (_WINDOWED, _FULL) for each in types)):
         return False
@@ -366,7 +384,10 @@ def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass
     """The rotary parameters in the form of today's transformers; None where they are not plain."""
     found = [content.get(key) for key in ("rope_scaling", "rope_parameters")]
     theta = content.get("rope_theta", config_class.theta)
-    if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (int, float):
+    if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (
+        int,
+        float,
+    ):
         return None
     parameters = dict(found[0] or found[1] or {})
     if config_class.scales and not parameters:

@@ -18,7 +18,9 @@ from converters.model_config.prediction_layers import MTP_KEYS
 from converters.model_config.sizes import Config
 
 # what is said of pictures, which a text has none of, and of a gate that there always is
-_TEXT_KEYS = gated_delta.CONFIG_KEYS | MTP_KEYS | frozenset({"attention_bias", "attn_output_gate", "mamba_ssm_dtype"})
+_TEXT_KEYS = (
+    gated_delta.CONFIG_KEYS | MTP_KEYS | frozenset({"attention_bias", "attn_output_gate", "mamba_ssm_dtype"})
+)
 _EXPERT_KEYS = frozenset(
     {
         "moe_intermediate_size",
@@ -35,7 +37,14 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
     """Experts in all layers; their probabilities are normalised always."""
     shared = "shared_expert_intermediate_size"
     every = (True,) * num_layers
-    return read_mixture(config, problems, width_key="moe_intermediate_size", normalized=True, sparse_layers=every, shared_width_key=shared)
+    return read_mixture(
+        config,
+        problems,
+        width_key="moe_intermediate_size",
+        normalized=True,
+        sparse_layers=every,
+        shared_width_key=shared,
+    )
 
 
 _TEXT = replace(
@@ -47,7 +56,11 @@ _TEXT = replace(
     defaults={},
 )
 DENSE = replace(
-    _TEXT, model_type="qwen3_5_text", architecture_class="Qwen3_5ForCausalLM", layer_rules=dense.layer_rules, read_mixture=read_nothing
+    _TEXT,
+    model_type="qwen3_5_text",
+    architecture_class="Qwen3_5ForCausalLM",
+    layer_rules=dense.layer_rules,
+    read_mixture=read_nothing,
 )
 SPARSE = replace(
     _TEXT,
@@ -62,7 +75,13 @@ SPARSE = replace(
 def _seeing(text: Family, model_type: str, architecture_class: str) -> Family:
     """The family of published checkpoints, whose text is of ``text``."""
     keys = text.config_keys | vision.CONFIG_KEYS
-    return replace(text, model_type=model_type, architecture_class=architecture_class, config_keys=keys, read_vision=vision.read_vision)
+    return replace(
+        text,
+        model_type=model_type,
+        architecture_class=architecture_class,
+        config_keys=keys,
+        read_vision=vision.read_vision,
+    )
 
 
 SEEING_DENSE = _seeing(DENSE, "qwen3_5", "Qwen3_5ForConditionalGeneration")

@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets in three layers of four, gated attention in the others, zero-centred norms, and experts beside a shared one
-with a gate."""
+"""Qwen3-Next: gated delta nets in three layers of four, gated attention in the others, zero-centred norms,
+and experts beside a shared one with a gate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ FAMILY = Family(
             "use_sliding_window",
         }
     ),
-    read_features=partial(features_of, qkv_bias="attention_bias", attention_output_bias="attention_bias", qk_norm=True, output_gate=True),
+    read_features=partial(
+        features_of,
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        qk_norm=True,
+        output_gate=True,
+    ),
     layer_rules=layer_rules,
     read_mixture=partial(read_qwen_mixture, shared_width_key="shared_expert_intermediate_size"),
     read_gated_delta=partial(gated_delta.read_gated_delta, stored_by_head=True),

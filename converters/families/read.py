@@ -1,4 +1,5 @@
-"""Reads a Hugging Face config into an ``Architecture``, as its family says, and refuses what cannot be carried over to Megatron-Core."""
+"""Reads a Hugging Face config into an ``Architecture``, as its family says, and refuses what cannot be
+carried over to Megatron-Core."""
 
 from __future__ import annotations
 
@@ -22,12 +23,26 @@ from converters.model_config.prediction_layers import read_mtp_layers, read_pred
 from converters.model_config.rope import read_rope, rotated_fraction, unread_rope_parameters
 from converters.model_config.sizes import SIZE_NEEDED, is_off, read_number
 
-_DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
+_DTYPES = frozenset(
+    {
+        "auto",
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "double",
+        "float",
+        "half",
+    }
+)
 _INTERNALS = frozenset({"attribute_map", "sub_configs"})
 
 
 def check_raw(options: Mapping[str, Any], config_class: type) -> None:
-    """Refuse what transformers' config class takes without a look and fails at later: keys in the place of its methods, too.
+    """Refuse what transformers' config class takes without a look and fails at later: keys in the place of
+    its methods, too.
 
     Args:
         options: keys and values of the file.
@@ -36,18 +51,23 @@ def check_raw(options: Mapping[str, Any], config_class: type) -> None:
     Raises:
         ConversionError: with every key that is no setting, and every value of the wrong kind.
     """
-    internal = sorted(str(key) for key in options if key in _INTERNALS or callable(getattr(config_class, str(key), None)))
+    internal = sorted(
+        str(key) for key in options if key in _INTERNALS or callable(getattr(config_class, str(key), None))
+    )
     problems = [f"{key}: no setting, but a part of transformers' {config_class.__name__}" for key in internal]
     problems += dtype_problems(options)
     quantization = options.get("quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
         problems.append(f"quantization_config = {quantization!r}: an object is needed")
     if problems:
-        raise ConversionError(f"config.json is not a valid {config_class.__name__}", "correct config.json", problems)
+        raise ConversionError(
+            f"config.json is not a valid {config_class.__name__}", "correct config.json", problems
+        )
 
 
 def dtype_problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems with the dtype that the weights are said to have; loading a model that says another word fails."""
+    """Problems with the dtype that the weights are said to have; loading a model that says another word
+    fails."""
     said = {key: config.get(key) for key in ("dtype", "torch_dtype")}
     return [
         f"{key} = {value!r}: the name of a dtype is needed, such as bfloat16"
@@ -75,7 +95,14 @@ _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partia
 _CONSUMED_KEYS = (
     frozenset(_DIMENSIONS.values())
     | _ROPE_KEYS
-    | {"model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "initializer_range"}
+    | {
+        "model_type",
+        "architectures",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+        "hidden_act",
+        "initializer_range",
+    }
 )
 _DROPOUTS = ("attention_dropout", "residual_dropout")
 
@@ -83,8 +110,9 @@ _DROPOUTS = ("attention_dropout", "residual_dropout")
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
     """The architecture of a model.
 
-    Every key of the config is read, known to change nothing, not read by transformers either (``config_notes`` names those), or refused:
-    a key that silently changed the forward pass would make the trained model another one than the config describes.
+    Every key of the config is read, known to change nothing, not read by transformers either
+    (``config_notes`` names those), or refused: a key that silently changed the forward pass would make the
+    trained model another one than the config describes.
 
     Args:
         hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
@@ -102,7 +130,8 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
         raise
     except _ODD_VALUE as error:
         raise ConversionError(
-            f"config.json has a value of the wrong kind ({type(error).__name__}: {error})", "correct config.json"
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {error})",
+            "correct config.json",
         ) from error
 
 
@@ -110,12 +139,14 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
     """The architecture of a model that a ``config.json`` describes in the usual words, without transformers.
 
     Returns:
-        What ``read_architecture`` returns of transformers' config; None where that has to be asked, and for whatever has to be refused,
-        so that what is wrong is said in one place.
+        What ``read_architecture`` returns of transformers' config; None where that has to be asked, and for
+        whatever has to be refused, so that what is wrong is said in one place.
     """
     try:
         config = filled_config(content)
-        if config is None or any(config.get(key) for key in _DROPOUTS):  # a dropout has to be said (``config_notes``)
+        if config is None or any(
+            config.get(key) for key in _DROPOUTS
+        ):  # a dropout has to be said (``config_notes``)
             return None
         return _read(config, frozenset(), None)
     except (ConversionError, *_ODD_VALUE):
@@ -123,7 +154,8 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
 
 
 def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> list[str]:
-    """Return what a user should know of a config that ``read_architecture`` takes: keys that are passed over, dropout that is not used.
+    """Return what a user should know of a config that ``read_architecture`` takes: keys that are passed over,
+    dropout that is not used.
 
     Args:
         hf_config, ignore_config_keys: as for ``read_architecture``.
@@ -134,7 +166,16 @@ def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> li
     foreign = _foreign_keys(config, family, ignored)
     unread = [f"{key} = {shown(config[key])}" for key in foreign if refusal_of_key(key, config_class) is None]
     unread += unread_rope_parameters(config)
-    notes = [f"{', '.join(unread)}: passed over, transformers does not read {'it' if len(unread) == 1 else 'them'}"] if unread else []
+    notes = (
+        [
+            (
+                f"{', '.join(unread)}: passed over, transformers does not read "
+                f"{'it' if len(unread) == 1 else 'them'}"
+            )
+        ]
+        if unread
+        else []
+    )
     asked = [f"{key} = {shown(config[key])}" for key in sorted(ignored & set(config))]
     notes += [f"{', '.join(asked)}: ignored as asked for"] if asked else []
     return notes + [f"{key} = {config[key]!r}: training uses 0" for key in _DROPOUTS if config.get(key)]
@@ -145,7 +186,9 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     problems = _refused_keys(config, family, ignored, config_class)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
-    rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly, in_sections=family.rotates_in_sections)
+    rope_theta, rope_scaling = read_rope(
+        config, problems, partly=family.rotates_partly, in_sections=family.rotates_in_sections
+    )
     gate_limit = family.read_gate_limit(config, problems)
     window, window_layers = _windows(config, family, dimensions["num_layers"], problems)
     architecture = Architecture(
@@ -156,10 +199,14 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         activation=str(config.get("hidden_act")) if gate_limit is None else "clamped_swiglu",
-        initializer_range=read_number(config.get("initializer_range"), "initializer_range", problems, instead=math.nan),
+        initializer_range=read_number(
+            config.get("initializer_range"), "initializer_range", problems, instead=math.nan
+        ),
         sliding_window=window,
         mixture=family.read_mixture(config, dimensions["num_layers"], problems),
-        rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems) if family.rotates_partly else 1.0,
+        rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems)
+        if family.rotates_partly
+        else 1.0,
         window_layers=window_layers,
         gate_limit=gate_limit,
         latent_attention=family.read_latent_attention(config, problems),
@@ -172,8 +219,10 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     if problems:
         raise ConversionError(
             f"this {family.model_type} config cannot be carried over to Megatron-Core",
-            "take the keys out of config.json if the model does not depend on them, or name them with --ignore-config-key "
-            "(policy.megatron_cfg.ignore_config_keys in training; for a family of your own, its config_keys); or use a backend that runs "
+            "take the keys out of config.json if the model does not depend on them, or name them with "
+            "--ignore-config-key "
+            "(policy.megatron_cfg.ignore_config_keys in training; for a family of your own, its "
+            "config_keys); or use a backend that runs "
             "the transformers model",
             problems,
         )
@@ -187,7 +236,8 @@ def _prediction_layers(config: Mapping[str, Any], family: Family, problems: list
 
 
 def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
-    """Return which of its own keys a family does not read in a config that has them: they had better change nothing.
+    """Return which of its own keys a family does not read in a config that has them: they had better change
+    nothing.
 
     Args:
         config: flat, with the defaults of its class filled in (``with_defaults``).
@@ -231,7 +281,8 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
 
 
 def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
-    """``with_defaults``, and the config class of transformers that filled them in; None where a config of no such class says it all."""
+    """``with_defaults``, and the config class of transformers that filled them in; None where a config of no
+    such class says it all."""
     family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
@@ -252,9 +303,14 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             hf_config.to_dict()
         # transformers' code may raise anything on a value that it does not expect
         except (*_ODD_VALUE, StrictDataclassError) as error:
-            raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
+            raise ConversionError(
+                f"config.json is not a valid {family.model_type} config ({error})", "correct config.json"
+            ) from error
     elif not hasattr(hf_config, "to_dict"):
-        raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
+        raise ConversionError(
+            f"{type(hf_config).__name__} is not a model config",
+            "pass a transformers config or a parsed config.json",
+        )
     else:
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     text = hf_config.text_config if family is not None and family.sees else hf_config
@@ -277,7 +333,9 @@ def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]
     """The config of a model that also sees as that of a text: what its text section says, and around it what
     that leaves open."""
     del whole["text_config"]
-    return whole | {key: value for key, value in text.items() if whole.get(key) is None or key not in _OF_THE_WHOLE}
+    return whole | {
+        key: value for key, value in text.items() if whole.get(key) is None or key not in _OF_THE_WHOLE
+    }
 
 
 def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
@@ -290,22 +348,43 @@ def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
         check_raw(section, section_class)
 
 
-def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None) -> list[str]:
-    """Problems with keys whose values are fixed, and with keys that transformers reads and the family does not."""
+def _refused_keys(
+    config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None
+) -> list[str]:
+    """Problems with keys whose values are fixed, and with keys that transformers reads and the family does
+    not."""
     problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
-    problems += [f"{key} = {config[key]!r}: a number from 0 to 1 is needed" for key in _DROPOUTS if not _is_rate(config.get(key))]
+    problems += [
+        f"{key} = {config[key]!r}: a number from 0 to 1 is needed"
+        for key in _DROPOUTS
+        if not _is_rate(config.get(key))
+    ]
     if config.get("is_causal") is False:
-        problems.append("is_causal = False: transformers then lets tokens see those behind them; only causal attention is supported")
+        problems.append(
+            "is_causal = False: transformers then lets tokens see those behind them; only causal attention "
+            "is supported"
+        )
     known = {"full_attention", *(["linear_attention"] if family.read_gated_delta is not read_nothing else [])}
-    windows = [kind for kind in config.get("layer_types") or () if kind not in known] if "layer_types" in family.config_keys else []
+    windows = (
+        [kind for kind in config.get("layer_types") or () if kind not in known]
+        if "layer_types" in family.config_keys
+        else []
+    )
     if windows and not family.has_layer_windows:
-        problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
+        problems.append(
+            f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported "
+            "(use_sliding_window)"
+        )
     if config.get("quantization_config"):
-        problems.append("quantization_config: the weights are quantised; megarl convert import dequantises them")
+        problems.append(
+            "quantization_config: the weights are quantised; megarl convert import dequantises them"
+        )
     reasons = ((key, refusal_of_key(key, config_class)) for key in _foreign_keys(config, family, ignored))
-    return problems + [f"{key} = {shown(config[key])}: {reason}" for key, reason in reasons if reason is not None]
+    return problems + [
+        f"{key} = {shown(config[key])}: {reason}" for key, reason in reasons if reason is not None
+    ]
 
 
 def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
@@ -316,7 +395,9 @@ def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[
 
 def _is_rate(value: object) -> bool:
     """Return whether a value is a rate of dropout, or None for none of it."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1)
+    return value is None or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+    )
 
 
 def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
@@ -330,7 +411,10 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
     if filled.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         if hidden % heads:
-            problems.append(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim")
+            problems.append(
+                f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is "
+                "no head_dim"
+            )
         filled["head_dim"] = hidden // heads
     dimensions: dict[str, int] = {}
     for name, key in _DIMENSIONS.items():
@@ -343,13 +427,18 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
         else:
             dimensions[name] = value
     if dimensions["num_attention_heads"] % dimensions["num_key_value_heads"]:
-        problems.append(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {dimensions['num_key_value_heads']}")
+        problems.append(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = "
+            f"{dimensions['num_key_value_heads']}"
+        )
     if dimensions["head_dim"] % 2:
         problems.append(f"head_dim = {dimensions['head_dim']}: rotary embedding needs an even number")
     return dimensions
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]) -> tuple[int | None, tuple[bool, ...] | None]:
+def _windows(
+    config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]
+) -> tuple[int | None, tuple[bool, ...] | None]:
     """The window, tokens, and which layers have it: None for all of them. Both None where none has it."""
     window = config.get("sliding_window") if family.has_uniform_window or family.has_layer_windows else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
@@ -359,9 +448,14 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int, problem
         return window, None
     kinds = list(config.get("layer_types") or ())
     if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        problems.append(f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the {num_layers} layers")
+        problems.append(
+            f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the "
+            f"{num_layers} layers"
+        )
         return None, None
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
     if any(sliding) and window is None:
-        problems.append("sliding_window = None: layer_types has layers of 'sliding_attention', which need one")
+        problems.append(
+            "sliding_window = None: layer_types has layers of 'sliding_attention', which need one"
+        )
     return (window, sliding) if any(sliding) else (None, None)

@@ -13,6 +13,11 @@ FAMILY = replace(
     model_type="seed_oss",
     architecture_class="SeedOssForCausalLM",
     config_keys=llama.FAMILY.config_keys | {"attention_out_bias"},
-    read_features=partial(features_of, qkv_bias="attention_bias", attention_output_bias="attention_out_bias", mlp_bias="mlp_bias"),
+    read_features=partial(
+        features_of,
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
     defaults={"attention_bias": True},
 )

@@ -1,7 +1,7 @@
 """Rules of decoders whose MLP is a mixture of experts, in some layers or in all.
 
-transformers computes with all experts of a layer stacked in two tensors, but writes them one by one, as the first releases of these models
-were stored. Both forms are read, under both names that the block has had.
+transformers computes with all experts of a layer stacked in two tensors, but writes them one by one, as the
+first releases of these models were stored. Both forms are read, under both names that the block has had.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def read_qwen_mixture(
 
 
 def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """Return for each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
+    """Return for each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to
+    ``problems``.
 
-    Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.
+    Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero)
+    names it.
     """
     step, dense = read_size(config, "decoder_sparse_step", problems), config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
@@ -77,7 +79,9 @@ def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureName
     )
 
 
-def router_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+def router_rules(
+    facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
+) -> Iterator[Rule]:
     """Return the rules of the weights of a router and its biases."""
     experts = mixture.num_experts
     tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, facts.hidden_size))]
@@ -92,33 +96,51 @@ def router_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names
         yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
 
-def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+def _expert_rules(
+    facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
+) -> Iterator[Rule]:
     hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     blocks = tuple(f"model.layers.{layer}.{block}.experts" for block in names.blocks)
     gate_up, down = (experts, 2 * width, hidden), (experts, hidden, width)
     for expert in range(experts):
         megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
         parts = (
-            _expert_tensor(blocks, names.gate, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert)),
-            _expert_tensor(blocks, names.up, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert, width)),
+            _expert_tensor(
+                blocks, names.gate, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert)
+            ),
+            _expert_tensor(
+                blocks, names.up, (width, hidden), TensorLocation("gate_up_proj", gate_up, expert, width)
+            ),
         )
         yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, parts)
         part = _expert_tensor(blocks, names.down, (hidden, width), TensorLocation("down_proj", down, expert))
         yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (part,))
 
 
-def _shared_expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
-    """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as routed experts."""
+def _shared_expert_rules(
+    facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
+) -> Iterator[Rule]:
+    """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense
+    MLP, not as routed experts."""
     hidden, width = facts.hidden_size, mixture.shared_ffn_hidden_size
-    megatron, prefix = f"decoder.layers.{layer}.mlp.shared_experts.", f"model.layers.{layer}.{names.blocks[0]}.{names.shared}"
+    megatron, prefix = (
+        f"decoder.layers.{layer}.mlp.shared_experts.",
+        f"model.layers.{layer}.{names.blocks[0]}.{names.shared}",
+    )
     gated = {f"{prefix}.{name}": (width, hidden) for name in (names.gate, names.up)}
     yield from module_rules(f"{megatron}linear_fc1", Kind.GATED, gated)
     yield from module_rules(f"{megatron}linear_fc2", Kind.ROW, {f"{prefix}.{names.down}": (hidden, width)})
     if mixture.shared_gate:
-        yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
+        yield Rule(
+            f"{megatron}gate_weight",
+            Kind.REPLICATED,
+            (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),),
+        )
 
 
-def _expert_tensor(blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: TensorLocation) -> HuggingFaceTensor:
+def _expert_tensor(
+    blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: TensorLocation
+) -> HuggingFaceTensor:
     """A matrix of one expert, stored alone or where ``stacked`` says (named without the block)."""
     first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
     alone = [TensorLocation(other, shape) for other in others]

@@ -1,18 +1,30 @@
-"""What is missing for model types that have no rules here: which family each is like, and what it computes otherwise."""
+"""What is missing for model types that have no rules here: which family each is like, and what it computes
+otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_GEMMA = "like Llama, but for norms behind each block, zero-centred norms, scaled embeddings and a window in some layers"
+_GEMMA = (
+    "like Llama, but for norms behind each block, zero-centred norms, scaled embeddings and a window "
+    "in some layers"
+)
 UNKNOWN: Mapping[str, str] = MappingProxyType(
     {
         "bailing_moe": "like Qwen3-MoE, but for fused query_key_value weights under names of its own",
-        "bailing_moe_v2": "like dots.llm1, but for fused query_key_value weights, a router without softmax and names of its own",
-        "deepseek_v32": "like DeepSeek-V3, but for the indexer that chooses the tokens of the attention (index_topk)",
+        "bailing_moe_v2": (
+            "like dots.llm1, but for fused query_key_value weights, a router without softmax "
+            "and names of its own"
+        ),
+        "deepseek_v32": (
+            "like DeepSeek-V3, but for the indexer that chooses the tokens of the attention (index_topk)"
+        ),
         "ernie4_5": "like Llama, but for rotary embeddings of interleaved dimensions",
-        "ernie4_5_moe": "like Qwen2-MoE, but for rotary embeddings of interleaved dimensions and a correction bias of its own",
+        "ernie4_5_moe": (
+            "like Qwen2-MoE, but for rotary embeddings of interleaved dimensions and a "
+            "correction bias of its own"
+        ),
         "exaone4": "like Qwen3, but for norms behind each block and layers without rotary embeddings",
         "falcon_h1": "a mixture of attention and state-space layers",
         "gemma": "like Llama, but for zero-centred norms and scaled embeddings",
@@ -20,13 +32,22 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "gemma3": f"{_GEMMA} and two rotary bases",
         "gemma3_text": f"{_GEMMA} and two rotary bases",
         "glm": "like Llama, but for a fused gate_up_proj and rotary embeddings of interleaved dimensions",
-        "glm4": "like Llama, but for a fused gate_up_proj, norms behind each block and rotary embeddings of interleaved dimensions",
+        "glm4": (
+            "like Llama, but for a fused gate_up_proj, norms behind each block and rotary embeddings of "
+            "interleaved dimensions"
+        ),
         "glm_moe_dsa": "like DeepSeek-V3, but for the indexer that chooses the tokens of the attention",
         "granite": "like Llama, but for multipliers of embeddings, attention, residuals and logits",
         "internlm2": "like Llama, but for a fused wqkv and names of its own",
         "kimi_linear": "like DeepSeek-V3, but for linear attention in most layers",
-        "llama4": "like Llama, but for experts beside a shared one, chunked attention and layers without rotary embeddings",
-        "mimo": "like Qwen2, but for prediction layers of its own form (num_nextn_predict_layers, model.mtp_layers)",
+        "llama4": (
+            "like Llama, but for experts beside a shared one, chunked attention and layers without "
+            "rotary embeddings"
+        ),
+        "mimo": (
+            "like Qwen2, but for prediction layers of its own form (num_nextn_predict_layers, "
+            "model.mtp_layers)"
+        ),
         "minimax_m2": "like Qwen3-MoE, but for norms over all heads together and a partial rotation",
         "ministral3": "like Mistral, but for a scale of the queries that grows with the position",
         "nemotron": "not gated: squared ReLU and LayerNorm with zero-centred weights",

@@ -1,6 +1,8 @@
-"""A family that is not known: its sizes by the keys that most families use, its layers as Llama's or, with experts, Mixtral's.
+"""A family that is not known: its sizes by the keys that most families use, its layers as Llama's or, with
+experts, Mixtral's.
 
-It is not converted. The torch backends run such models as transformers has them, and what they take is estimated of this.
+It is not converted. The torch backends run such models as transformers has them, and what they take is
+estimated of this.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def _read_features(config: Config) -> Features:
     biased = bool(config.get("attention_bias"))
     norms = config.get("model_type") in _NORMALISED_HEADS or bool(config.get("use_qk_norm"))
-    return Features(qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(config.get("mlp_bias")), qk_norm=norms)
+    return Features(
+        qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(config.get("mlp_bias")), qk_norm=norms
+    )
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:

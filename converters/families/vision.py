@@ -1,7 +1,7 @@
 """Rules of the vision tower of Qwen's models (``converters.model_config.vision``).
 
-A checkpoint of Megatron-Core holds its tensors as they are, under ``vision_model.``, so that nothing of a model
-is lost on the way.
+A checkpoint of Megatron-Core holds its tensors as they are, under ``vision_model.``, so that nothing of a
+model is lost on the way.
 """
 
 from __future__ import annotations
@@ -33,4 +33,6 @@ def tower_rules(tower: VisionTower) -> Iterator[Rule]:
 
 
 def _rules(module: str, shape: tuple[int, ...], *, bias: bool = True) -> Iterator[Rule]:
-    yield from module_rules(f"{MEGATRON_PREFIX}{module}", Kind.REPLICATED, {f"{HF_PREFIX}{module}": shape}, bias=bias)
+    yield from module_rules(
+        f"{MEGATRON_PREFIX}{module}", Kind.REPLICATED, {f"{HF_PREFIX}{module}": shape}, bias=bias
+    )

@@ -32,7 +32,11 @@ def rename_surely(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except OSError:
-        if os.path.lexists(source) or not os.path.lexists(target) or not os.path.samestat(os.lstat(target), before):
+        if (
+            os.path.lexists(source)
+            or not os.path.lexists(target)
+            or not os.path.samestat(os.lstat(target), before)
+        ):
             raise
 
 
@@ -118,7 +122,9 @@ def json_bytes(content: Any) -> bytes:
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
-def in_parallel(function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
+def in_parallel(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None
+) -> list[Result]:
     """Call a function that reads or writes files for each item, and return the results in order. Its threads
     do not keep the program from ending while one waits for a dead mount, unlike those of an executor.
 

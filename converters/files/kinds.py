@@ -10,7 +10,10 @@ from pathlib import Path
 _BEGINNING = 512
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 _UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2", ".download", ".tmp")
-_TORCH = "a file of torch.save, which may run code", "save the model with save_pretrained of a recent transformers"
+_TORCH = (
+    "a file of torch.save, which may run code",
+    "save the model with save_pretrained of a recent transformers",
+)
 
 
 def misplaced_kind(path: Path) -> tuple[str, str] | None:
@@ -36,13 +39,21 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
 def unfinished_download(path: Path) -> str | None:
     """Return the name of the file by which a program that fetches another one says that it is not done; None
     where there is none."""
-    return next((f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()), None)
+    return next(
+        (f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()),
+        None,
+    )
 
 
 def _unreadable(path: Path) -> tuple[str, str]:
     status = path.stat() if os.access(path.parent, os.X_OK) else None
     mode = (
-        "" if status is None else f" (mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}; this process is user {os.geteuid()})"
+        ""
+        if status is None
+        else (
+            f" (mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}; this process is user "
+            f"{os.geteuid()})"
+        )
     )
     return f"a file that may not be read{mode}", f"chmod a+r {path}, or read it as its owner"
 
@@ -52,9 +63,15 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
     if size == 0:
         return "empty", "fetch or write the file again"
     if beginning.startswith(_GIT_LFS):
-        return "a pointer of git-lfs, not the file that it stands for", "run git lfs pull in the repository, or fetch it with hf download"
+        return (
+            "a pointer of git-lfs, not the file that it stands for",
+            "run git lfs pull in the repository, or fetch it with hf download",
+        )
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "a page of a web site, not the file", f"fetch the file itself, as hf download does (.../resolve/main/{name})"
+        return (
+            "a page of a web site, not the file",
+            f"fetch the file itself, as hf download does (.../resolve/main/{name})",
+        )
     if not any(beginning):
         return "full of zeros where it begins, as an unfinished download leaves it", "fetch the file again"
     if beginning.startswith(b"GGUF"):

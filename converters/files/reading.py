@@ -84,9 +84,13 @@ def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[
         kind = misplaced_kind(path)
         if kind is not None:
             raise ConversionError(f"{path} is {kind[0]}", kind[1]) from error
-        raise ConversionError(f"{path} cannot be read as JSON ({error})", "fetch or write the file again") from error
+        raise ConversionError(
+            f"{path} cannot be read as JSON ({error})", "fetch or write the file again"
+        ) from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{path} holds a {type(content).__name__}, not a JSON object", "fetch or write the file again")
+        raise ConversionError(
+            f"{path} holds a {type(content).__name__}, not a JSON object", "fetch or write the file again"
+        )
     check_depth(content, str(path))
     return content
 
@@ -104,8 +108,14 @@ def check_depth(content: Any, what: str) -> None:
     level, depth = [content], 0
     while level:
         if depth > DEEPEST:
-            raise ConversionError(f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again")
-        children = [value.values() if isinstance(value, Mapping) else value for value in level if isinstance(value, (Mapping, list, tuple))]
+            raise ConversionError(
+                f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again"
+            )
+        children = [
+            value.values() if isinstance(value, Mapping) else value
+            for value in level
+            if isinstance(value, (Mapping, list, tuple))
+        ]
         level, depth = [child for several in children for child in several], depth + 1
 
 
@@ -139,5 +149,6 @@ def require_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ConversionError(
-            f"{directory}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free", "free space or choose another disk"
+            f"{directory}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free",
+            "free space or choose another disk",
         )

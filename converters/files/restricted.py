@@ -38,7 +38,13 @@ _CHANGEABLE = 1 << 9
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], known: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None, what: str) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        known: Callable[[str, str], Any],
+        persistent: Callable[[Any], Any] | None,
+        what: str,
+    ) -> None:
         super().__init__(file)
         self._known, self._persistent, self._what = known, persistent, what
 
@@ -46,7 +52,8 @@ class _Unpickler(pickle.Unpickler):
         found = self._known(module, name)
         if found is None:
             raise ConversionError(
-                f"{self._what} names {module}.{name}, which none needs; loading it could run code", "do not trust this file"
+                f"{self._what} names {module}.{name}, which none needs; loading it could run code",
+                "do not trust this file",
             )
         return _inert(found)
 
@@ -80,7 +87,9 @@ def _inert(found: Any) -> Any:
         return found
 
     if isinstance(found, enum.EnumMeta):
-        return _stand_in(found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given)))
+        return _stand_in(
+            found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given))
+        )
     return _stand_in(found, found, lambda cls, *given, **named: found.__new__(found, *given, **named))
 
 
@@ -112,7 +121,12 @@ class _Member:
         raise TypeError(f"an attribute of {self._member} is set")
 
 
-def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+def unpickle(
+    file: IO[bytes],
+    known: Callable[[str, str], Any],
+    what: str,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
     """Read a pickle.
 
     Args:
@@ -158,7 +172,10 @@ _INDEX_CLASSES = frozenset(
             )
         ],
         # Megatron-Core keeps the plans of the ranks that saved beside the index
-        *[("torch.distributed.checkpoint.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")],
+        *[
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ],
     }
 )
 
@@ -178,8 +195,11 @@ def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(
-            f"{what or source} is damaged or holds more than plain values, and loading it could run code: {error}",
+            f"{what or source} is damaged or holds more than plain values, and loading it could run code: "
+            f"{error}",
             "do not trust this file",
         ) from error
     except (OSError, RuntimeError, *DAMAGED) as error:
-        raise ConversionError(f"{what or source} cannot be read: {error}", "it is damaged or of another kind; take another one") from error
+        raise ConversionError(
+            f"{what or source} cannot be read: {error}", "it is damaged or of another kind; take another one"
+        ) from error

@@ -50,14 +50,17 @@ def read_key(path: Path) -> bytes:
                 raise ConversionError(f"the key {path} is no file", fix)
             if status.st_mode & 0o177:
                 raise ConversionError(
-                    f"the key {path} has mode {stat.S_IMODE(status.st_mode):04o}, and others may read it, at most 0600 is accepted",
+                    f"the key {path} has mode {stat.S_IMODE(status.st_mode):04o}, and others may read it, "
+                    "at most 0600 is accepted",
                     f"chmod 600 {path}; make another key if somebody may have read it",
                 )
             key = stream.read(LONGEST + 1).strip()
     except OSError as error:
         raise ConversionError(f"the key {path} cannot be read: {error.strerror}", fix) from error
     if not SHORTEST <= len(key) <= LONGEST:
-        raise ConversionError(f"the key {path} has {len(key)} bytes, {SHORTEST} to {LONGEST} are accepted", fix)
+        raise ConversionError(
+            f"the key {path} has {len(key)} bytes, {SHORTEST} to {LONGEST} are accepted", fix
+        )
     return key
 
 
@@ -73,8 +76,13 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} bears no signature, and a key is given"
-    if not isinstance(given, str) or not hmac.compare_digest(given.encode(), signature_of(manifest, key).encode()):
-        return f"the signature of {MANIFEST_NAME} is not by the key that is given, or its table of files was changed"
+    if not isinstance(given, str) or not hmac.compare_digest(
+        given.encode(), signature_of(manifest, key).encode()
+    ):
+        return (
+            f"the signature of {MANIFEST_NAME} is not by the key that is given, or its table of files "
+            "was changed"
+        )
     return None
 
 
@@ -91,9 +99,15 @@ def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
         ConversionError: says what is wrong.
     """
     absolute = directory.resolve()
-    root = next((place for place in (absolute, *absolute.parents[:_LEVELS]) if (place / MANIFEST_NAME).is_file()), None)
+    root = next(
+        (place for place in (absolute, *absolute.parents[:_LEVELS]) if (place / MANIFEST_NAME).is_file()),
+        None,
+    )
     if root is None:
-        raise ConversionError(f"{directory} belongs to no checkpoint with a {MANIFEST_NAME}, so that nothing of it is signed", _FIX)
+        raise ConversionError(
+            f"{directory} belongs to no checkpoint with a {MANIFEST_NAME}, so that nothing of it is signed",
+            _FIX,
+        )
     manifest = read_json_object(root / MANIFEST_NAME)
     fault = fault_of_signature(manifest, key)
     faults = [fault] if fault is not None else list(_other_files(root, manifest.get("files"), whole))

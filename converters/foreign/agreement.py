@@ -30,11 +30,20 @@ _NOT_COMPARED = {
 }
 # of Megatron-Bridge's providers: what is neither part of TransformerConfig nor of the function
 _PROVIDER = frozenset(
-    {"generation_config", "hf_model_id", "make_vocab_size_divisible_by", "seq_length", "should_pad_vocab", "parallel_output"}
+    {
+        "generation_config",
+        "hf_model_id",
+        "make_vocab_size_divisible_by",
+        "seq_length",
+        "should_pad_vocab",
+        "parallel_output",
+    }
 )
 
 
-def check_agreement(settings: ForeignSettings, architecture: Architecture, ignored: Collection[str] = ()) -> None:
+def check_agreement(
+    settings: ForeignSettings, architecture: Architecture, ignored: Collection[str] = ()
+) -> None:
     """Check that a config and the settings of a trainer belong together.
 
     Args:
@@ -51,22 +60,36 @@ def check_agreement(settings: ForeignSettings, architecture: Architecture, ignor
     problems += [
         f"{name} = {value!r}: unknown setting, which may change the forward pass"
         for name, value in sorted(settings.values.items())
-        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not is_off(value)
+        if is_suspicious(name)
+        and name not in known
+        and not name.startswith(("yarn_", "_"))
+        and not is_off(value)
     ]
     if problems:
         raise ConversionError(
-            f"{settings.origin} does not describe the model that its Hugging Face config ({architecture.family}) describes",
-            "pass --hf-config DIRECTORY of the model that was trained, or --ignore-setting NAME for what is known to be harmless",
+            f"{settings.origin} does not describe the model that its Hugging Face config "
+            f"({architecture.family}) describes",
+            (
+                "pass --hf-config DIRECTORY of the model that was trained, or --ignore-setting NAME for "
+                "what is "
+                "known to be harmless"
+            ),
             problems,
         )
 
 
-def _differences(settings: ForeignSettings, architecture: Architecture, ignored: Collection[str]) -> Iterator[str]:
+def _differences(
+    settings: ForeignSettings, architecture: Architecture, ignored: Collection[str]
+) -> Iterator[str]:
     wanted = megatron_settings(architecture)
     activation = GATE_OF_GPT_OSS if architecture.gate_limit is not None else architecture.activation
     expected = {**wanted.transformer, **wanted.model, **wanted.attributes, "activation": activation}
     expected["mtp_num_layers"] = architecture.prediction_layers or None
-    for reason, own in (("llama3", wanted.llama3), ("routing", wanted.routing), ("latent_norm_epsilon", wanted.latent_norm_epsilon)):
+    for reason, own in (
+        ("llama3", wanted.llama3),
+        ("routing", wanted.routing),
+        ("latent_norm_epsilon", wanted.latent_norm_epsilon),
+    ):
         if own is not None and reason not in ignored:
             yield f"{reason}: the config asks for {own}, which Megatron-Core cannot compute"
     if architecture.mixture is not None and all(architecture.mixture.sparse_layers):
@@ -121,6 +144,7 @@ def sparse_layers(settings: ForeignSettings) -> list[bool]:
     pattern = _pattern(1 if value is None else value, layers)
     if pattern is None or len(pattern) != layers:
         raise ConversionError(
-            f"{settings.origin}: moe_layer_freq = {value!r} is no pattern of {layers} layers", "pass --hf-config DIRECTORY"
+            f"{settings.origin}: moe_layer_freq = {value!r} is no pattern of {layers} layers",
+            "pass --hf-config DIRECTORY",
         )
     return [bool(one) for one in pattern]

@@ -103,11 +103,17 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     settings = megatron_settings(architecture)
     _require_arguments(settings)
     found = {**settings.transformer, **settings.model, **settings.attributes}
-    arguments = _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
+    arguments = (
+        _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
+    )
     for name in ("gated_linear_unit", "share_embeddings_and_output_weights"):
         arguments.pop(name)
     # where a config gives YaRN no scales, what Megatron-LM has without the flags means the same
-    arguments |= {name: _FLAGS[name] for name in ("mscale", "mscale_all_dim") if name in arguments and arguments[name] is None}
+    arguments |= {
+        name: _FLAGS[name]
+        for name in ("mscale", "mscale_all_dim")
+        if name in arguments and arguments[name] is None
+    }
     arguments |= {
         "add_position_embedding": False,
         "bf16": dtype == torch.bfloat16,
@@ -115,7 +121,9 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "group_query_attention": architecture.num_key_value_heads != architecture.num_attention_heads,
         "layernorm_epsilon": architecture.norm_epsilon,  # since Megatron-Core 0.19
         "make_vocab_size_divisible_by": _multiple(architecture.vocab_size, padded_vocab),
-        "moe_router_dtype": "fp32" if architecture.mixture is not None and architecture.mixture.routing.in_float32 else None,
+        "moe_router_dtype": "fp32"
+        if architecture.mixture is not None and architecture.mixture.routing.in_float32
+        else None,
         "mtp_num_layers": architecture.prediction_layers or None,
         "padded_vocab_size": padded_vocab,
         "params_dtype": dtype,
@@ -154,27 +162,44 @@ def write_tracker(directory: Path) -> None:
     if tracker.is_file():
         named = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if named != RELEASE:
-            raise ConversionError(f"{tracker} names {named!r}: a training run keeps its checkpoints there", "choose another target")
+            raise ConversionError(
+                f"{tracker} names {named!r}: a training run keeps its checkpoints there",
+                "choose another target",
+            )
         return
     directory.mkdir(parents=True, exist_ok=True)
     tracker.write_text(RELEASE, encoding="utf-8")
 
 
 def _require_arguments(settings: MegatronSettings) -> None:
-    own = {"llama3": settings.llama3, "routing": settings.routing, "latent_norm_epsilon": settings.latent_norm_epsilon}
+    own = {
+        "llama3": settings.llama3,
+        "routing": settings.routing,
+        "latent_norm_epsilon": settings.latent_norm_epsilon,
+    }
     problems = [f"{name} = {value}" for name, value in own.items() if value is not None]
-    problems += [f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")]
     problems += [
-        f"{name} = {settings.transformer[name]!r}: Megatron-LM has no flag for it, and computes with {value!r}"
+        f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")
+    ]
+    problems += [
+        (
+            f"{name} = {settings.transformer[name]!r}: Megatron-LM has no flag for it, and computes with "
+            f"{value!r}"
+        )
         for name, value in _WITHOUT_FLAGS.items()
         if settings.transformer.get(name, value) != value
     ]
     factor = settings.model.get("rope_scaling_factor", ROPE_FACTOR)
     if factor != ROPE_FACTOR:
-        problems.append(f"rope_scaling_factor = {factor:g}: Megatron-LM computes with {ROPE_FACTOR:g} whatever --rope-scaling-factor says")
+        problems.append(
+            f"rope_scaling_factor = {factor:g}: Megatron-LM computes with {ROPE_FACTOR:g} whatever "
+            "--rope-scaling-factor says"
+        )
     if problems:
         raise ConversionError(
-            "Megatron-LM has no arguments for this model", "leave --layout out; megarl computes what Megatron-LM alone cannot", problems
+            "Megatron-LM has no arguments for this model",
+            "leave --layout out; megarl computes what Megatron-LM alone cannot",
+            problems,
         )
 
 
@@ -182,7 +207,9 @@ def _multiple(vocab_size: int, padded_vocab: int) -> int:
     """Return a divisor of the padded vocabulary that Megatron-LM pads to it with."""
     if padded_vocab == vocab_size:
         return 1
-    return next(one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab)
+    return next(
+        one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab
+    )
 
 
 def import_for_megatron_lm(
@@ -202,7 +229,11 @@ def import_for_megatron_lm(
         ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or
             Megatron-LM has no such model.
     """
-    state = megatron_lm_state(plan.architecture, plan.padded_vocab, main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules))
+    state = megatron_lm_state(
+        plan.architecture,
+        plan.padded_vocab,
+        main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules),
+    )
     # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet
     write_tracker(target)
     try:
@@ -214,4 +245,6 @@ def import_for_megatron_lm(
     # another part that failed may have removed it
     write_tracker(target)
     flags = further_flags(state)
-    return dataclasses.replace(outcome, target=target, notes=outcome.notes | ({"further_flags": flags} if flags else {}))
+    return dataclasses.replace(
+        outcome, target=target, notes=outcome.notes | ({"further_flags": flags} if flags else {})
+    )

@@ -86,39 +86,71 @@ def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) ->
         "moe_intermediate_size": values["moe_ffn_hidden_size"],
         "norm_topk_prob": normalized,
     }
-    experts |= {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, sparse in enumerate(layers) if not sparse]}
+    experts |= {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(layers) if not sparse],
+    }
     if values.get("moe_shared_expert_gate"):
-        shared = {"shared_expert_intermediate_size": values.get("moe_shared_expert_intermediate_size"), "qkv_bias": query_bias}
+        shared = {
+            "shared_expert_intermediate_size": values.get("moe_shared_expert_intermediate_size"),
+            "qkv_bias": query_bias,
+        }
         return "qwen2_moe", own | experts | shared
     if norms:
         return "qwen3_moe", own | experts | {"attention_bias": False}
     if not normalized or not all(layers) or query_bias:
         raise ConversionError(
-            f"{settings.origin}: no known family has experts without norms on queries and keys, unless in every layer, with normalized "
+            f"{settings.origin}: no known family has experts without norms on queries and keys, unless in "
+            "every layer, with normalized "
             "weights and without biases (Mixtral)",
             _FIX,
         )
-    return "mixtral", own | {"num_local_experts": values["num_moe_experts"], "sliding_window": _window(values.get("window_size"))}
+    return "mixtral", own | {
+        "num_local_experts": values["num_moe_experts"],
+        "sliding_window": _window(values.get("window_size")),
+    }
 
 
 def _window(size: Any) -> int | None:
     """transformers counts the token itself as well."""
-    return size[0] + 1 if isinstance(size, tuple) and len(size) == 2 and isinstance(size[0], int) and size[0] >= 0 else None
+    return (
+        size[0] + 1
+        if isinstance(size, tuple) and len(size) == 2 and isinstance(size[0], int) and size[0] >= 0
+        else None
+    )
 
 
 def _rope_scaling(settings: ForeignSettings) -> dict[str, Any]:
     values = settings.values
     if values.get("position_embedding_type") == "yarn":
-        names = {"factor": "rotary_scaling_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale"}
+        names = {
+            "factor": "rotary_scaling_factor",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "mscale": "mscale",
+        }
         names |= {"mscale_all_dim": "mscale_all_dim", "truncate": "correction_range_round_to_int"}
         names["original_max_position_embeddings"] = "original_max_position_embeddings"
         found = {key: values.get(f"yarn_{name}") for key, name in names.items()}
-        return {"rope_scaling": {"rope_type": "yarn", **{key: value for key, value in found.items() if value is not None}}}
+        return {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                **{key: value for key, value in found.items() if value is not None},
+            }
+        }
     if values.get("rope_scaling"):
         # the other three numbers are written into Megatron-Core's code
         original = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         factor = values.get("rope_scaling_factor")
-        return {"rope_scaling": {"rope_type": "llama3", "factor": 8.0 if factor is None else float(factor), **original}}
+        return {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0 if factor is None else float(factor),
+                **original,
+            }
+        }
     if values.get("seq_len_interpolation_factor") not in (None, 1, 1.0):
-        return {"rope_scaling": {"rope_type": "linear", "factor": float(values["seq_len_interpolation_factor"])}}
+        return {
+            "rope_scaling": {"rope_type": "linear", "factor": float(values["seq_len_interpolation_factor"])}
+        }
     return {}

@@ -267,4 +267,6 @@ def is_known(name: str) -> bool:
 
 def is_inert(name: str) -> bool:
     """Return whether a setting is known not to decide on the function."""
-    return not is_known(name) and (name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name)))
+    return not is_known(name) and (
+        name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name))
+    )

@@ -43,13 +43,16 @@ class MasterTensors(ViewedTensors):
                     problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
             elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):
                 problems.append(
-                    f"{key} is {model.dtype(key)} {list(model.shape(key))}, its float32 weights are {master.dtype(key)} "
+                    f"{key} is {model.dtype(key)} {list(model.shape(key))}, its float32 weights are "
+                    f"{master.dtype(key)} "
                     f"{list(master.shape(key))}"
                 )
         if problems:
             raise ConversionError(
-                f"the optimizer state of {model.directory} does not hold the float32 weights of the model in its own shapes",
-                "save with distrib_optim_sharding_type fully_reshardable (Megatron-LM: --dist-ckpt-optim-fully-reshardable), or leave "
+                f"the optimizer state of {model.directory} does not hold the float32 weights of the model "
+                "in its own shapes",
+                "save with distrib_optim_sharding_type fully_reshardable (Megatron-LM: "
+                "--dist-ckpt-optim-fully-reshardable), or leave "
                 "--source-weights master out",
                 problems,
             )
@@ -83,9 +86,11 @@ def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
     readable = "readable are fully_reshardable and, not flattened, fully_sharded_model_space"
     if any(_BUCKETS.match(key) for place in places for key in (*place, *place.objects)):
         raise ConversionError(
-            f"the optimizer of {checkpoint.directory} was saved by buckets (dp_reshardable or dp_zero_gather_scatter); {readable}",
+            f"the optimizer of {checkpoint.directory} was saved by buckets (dp_reshardable or "
+            f"dp_zero_gather_scatter); {readable}",
             "save it again with --dist-ckpt-optim-fully-reshardable, or leave --source-weights master out",
         )
     raise ConversionError(
-        f"{checkpoint.directory} has no optimizer state with float32 weights; {readable}", "leave --source-weights master out"
+        f"{checkpoint.directory} has no optimizer state with float32 weights; {readable}",
+        "leave --source-weights master out",
     )

@@ -61,7 +61,10 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
     else:
         return {}
     if not isinstance(state, dict):
-        raise ConversionError(f"the common state of {checkpoint.directory} is no dictionary", "fetch or write the checkpoint again")
+        raise ConversionError(
+            f"the common state of {checkpoint.directory} is no dictionary",
+            "fetch or write the checkpoint again",
+        )
     return state
 
 
@@ -75,7 +78,10 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
     if arguments is None:
         return None
     if not isinstance(arguments, Arguments) or not isinstance(arguments.state, dict):
-        raise ConversionError(f"args of the common state is a {arguments!r}, not an argparse.Namespace", "pass --hf-config DIRECTORY")
+        raise ConversionError(
+            f"args of the common state is a {arguments!r}, not an argparse.Namespace",
+            "pass --hf-config DIRECTORY",
+        )
     return {str(name): value for name, value in arguments.state.items()}
 
 
@@ -83,14 +89,18 @@ def _read(file: BinaryIO, what: str) -> Any:
     """Return the pickle in an archive of ``torch.save``; tensors in it are left out."""
     try:
         with zipfile.ZipFile(file) as archive:
-            (entry,) = (entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl")
+            (entry,) = (
+                entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl"
+            )
             if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"a description of {entry.file_size} bytes")
             return unpickle(io.BytesIO(archive.read(entry)), placeholder, what, Placeholder)
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, RecursionError, *DAMAGED) as error:
-        raise ConversionError(f"{what} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again") from error
+        raise ConversionError(
+            f"{what} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+        ) from error
 
 
 def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
@@ -102,12 +112,18 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
     said = options.rope_scaling_factor
     run_config = find_run_config(checkpoint.directory)
     if run_config is not None:
-        return with_rope_factor(settings_from_provider(read_section(run_config, "model"), str(run_config)), said, is_heeded=True)
+        return with_rope_factor(
+            settings_from_provider(read_section(run_config, "model"), str(run_config)), said, is_heeded=True
+        )
     arguments = arguments_of(read_common_state(checkpoint))
     if arguments is not None:
-        return with_rope_factor(settings_from_arguments(arguments, f"args of {checkpoint.directory}"), said, is_heeded=False)
+        return with_rope_factor(
+            settings_from_arguments(arguments, f"args of {checkpoint.directory}"), said, is_heeded=False
+        )
     if said is not None:
-        raise ConversionError(f"{checkpoint.directory} has no settings of a trainer", "leave --rope-scaling-factor out")
+        raise ConversionError(
+            f"{checkpoint.directory} has no settings of a trainer", "leave --rope-scaling-factor out"
+        )
     return None
 
 
@@ -154,17 +170,25 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
     fix = f"pass --vocab-size N, the vocab_size of the model's config.json, at most {rows}"
     if options.vocab_size is not None:
         if not 1 <= options.vocab_size <= rows:
-            raise ConversionError(f"vocab-size = {options.vocab_size}: the stored embedding has {rows} rows, padding included", fix)
+            raise ConversionError(
+                f"vocab-size = {options.vocab_size}: the stored embedding has {rows} rows, padding included",
+                fix,
+            )
         return options.vocab_size
     said = settings.values.get("vocab_size")
-    counts_more = "null" in str(settings.values.get("tokenizer_type") or "").lower()  # adds a token to what it is told
+    counts_more = (
+        "null" in str(settings.values.get("tokenizer_type") or "").lower()
+    )  # adds a token to what it is told
     if not isinstance(said, int) or isinstance(said, bool) or said < 1 or counts_more:
-        raise ConversionError(f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix)
+        raise ConversionError(
+            f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix
+        )
     multiple = settings.values.get("make_vocab_size_divisible_by") or _MEGATRON_MULTIPLE
     ranks = settings.values.get("tensor_model_parallel_size") or 1
     if rows not in (said, padded_vocab_size(said, ranks, multiple)):
         raise ConversionError(
-            f"{settings.origin}: vocab_size = {said}, padded to a multiple of {multiple} x {ranks}, does not make the {rows} stored rows",
+            f"{settings.origin}: vocab_size = {said}, padded to a multiple of {multiple} x {ranks}, does "
+            f"not make the {rows} stored rows",
             fix,
         )
     return said

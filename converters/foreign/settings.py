@@ -49,7 +49,9 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         for other in others:
             if values.get(name) is None and arguments.get(other) is not None:
                 values[name] = arguments[other]
-    values["num_query_groups"] = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    values["num_query_groups"] = (
+        arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    )
     values["share_embeddings_and_output_weights"] = not arguments.get("untie_embeddings_and_output_weights")
     if arguments.get("disable_bias_linear") is not None and arguments.get("add_bias_linear") is None:
         values["add_bias_linear"] = not arguments["disable_bias_linear"]
@@ -83,14 +85,17 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
     if not settings.values.get("rope_scaling"):
         if said is not None:
             raise ConversionError(
-                f"rope-scaling-factor = {said}, but {settings.origin} says nothing of rope scaling", "leave --rope-scaling-factor out"
+                f"rope-scaling-factor = {said}, but {settings.origin} says nothing of rope scaling",
+                "leave --rope-scaling-factor out",
             )
         return settings
     if said is None and not is_heeded and found != ROPE_FACTOR:
         raise ConversionError(
-            f"{settings.origin}: rope_scaling_factor = {found}, which Megatron-LM writes down and does not use: it trains with "
+            f"{settings.origin}: rope_scaling_factor = {found}, which Megatron-LM writes down and does not "
+            "use: it trains with "
             f"{ROPE_FACTOR:g}",
-            f"pass --rope-scaling-factor {ROPE_FACTOR:g} if Megatron-LM itself trained the model, or --rope-scaling-factor {found:g} if a "
+            f"pass --rope-scaling-factor {ROPE_FACTOR:g} if Megatron-LM itself trained the model, or "
+            f"--rope-scaling-factor {found:g} if a "
             "trainer did that hands the factor to the model",
         )
     if said is not None and said not in ((found,) if is_heeded else (found, ROPE_FACTOR)):
@@ -98,7 +103,9 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
             f"rope-scaling-factor = {said}, but {settings.origin} says {found}",
             "leave --rope-scaling-factor out, or pass what was trained with",
         )
-    return replace(settings, values={**settings.values, "rope_scaling_factor": found if said is None else said})
+    return replace(
+        settings, values={**settings.values, "rope_scaling_factor": found if said is None else said}
+    )
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
@@ -110,7 +117,11 @@ def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSett
     """
     nested = model.get("transformer")
     merged = {**model, **nested} if isinstance(nested, Mapping) else dict(model)
-    values = {str(name): value for name, value in merged.items() if name not in ("_target_", "transformer", "builder")}
+    values = {
+        str(name): value
+        for name, value in merged.items()
+        if name not in ("_target_", "transformer", "builder")
+    }
     values["activation"] = _function_name(values.pop("activation_func", None))
     if values.get("max_sequence_length") is None:
         values["max_sequence_length"] = values.get("seq_length")
@@ -156,7 +167,10 @@ def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
     """Return the settings with the values that Megatron-Core works out from others."""
     missing = [name for name, most in _SIZES.items() if not _is_size(values.get(name), most)]
     if missing:
-        raise ConversionError(f"{origin} does not say {', '.join(missing)} of the model", "pass --hf-config DIRECTORY of the model")
+        raise ConversionError(
+            f"{origin} does not say {', '.join(missing)} of the model",
+            "pass --hf-config DIRECTORY of the model",
+        )
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     followed = {
         "num_query_groups": heads,
@@ -198,7 +212,14 @@ _LARGEST = 2**24
 
 def find_run_config(directory: Path) -> Path | None:
     """Return the file of a checkpoint, in its directory or beside it; None where there is none."""
-    return next((path / RUN_CONFIG_FILE for path in (directory, directory.parent) if (path / RUN_CONFIG_FILE).is_file()), None)
+    return next(
+        (
+            path / RUN_CONFIG_FILE
+            for path in (directory, directory.parent)
+            if (path / RUN_CONFIG_FILE).is_file()
+        ),
+        None,
+    )
 
 
 def read_section(path: Path, name: str) -> dict[str, Any]:
@@ -209,12 +230,17 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
     """
     try:
         if require_regular(path).stat().st_size > _LARGEST:
-            raise ConversionError(f"{path} has {path.stat().st_size} bytes, at most {_LARGEST} are read", "pass --hf-config DIRECTORY")
+            raise ConversionError(
+                f"{path} has {path.stat().st_size} bytes, at most {_LARGEST} are read",
+                "pass --hf-config DIRECTORY",
+            )
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except ConversionError:
         raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConversionError(f"{path} cannot be read ({error})", "fetch it again, or pass --hf-config DIRECTORY") from error
+        raise ConversionError(
+            f"{path} cannot be read ({error})", "fetch it again, or pass --hf-config DIRECTORY"
+        ) from error
     section = content.get(name) if isinstance(content, dict) else None
     if not isinstance(section, dict):
         raise ConversionError(f"{path} has no section {name!r}", "pass --hf-config DIRECTORY of the model")

@@ -128,7 +128,9 @@ class CanonicalTensors(ViewedTensors):
 
     def __init__(self, tensors: StoredTensors, grids: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(tensors)
-        self._entries = {key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None}
+        self._entries = {
+            key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None
+        }
         used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
         self._keys = frozenset((*self._entries, *(key for key in tensors if key not in used)))
 
@@ -146,7 +148,9 @@ class CanonicalTensors(ViewedTensors):
         """See ``StoredTensors``; where pieces differ, the dtype that holds the values of all."""
         if key not in self._entries:
             return super().dtype(key)
-        return functools.reduce(torch.promote_types, map(self._tensors.dtype, (piece.key for piece in self._entries[key].pieces)))
+        return functools.reduce(
+            torch.promote_types, map(self._tensors.dtype, (piece.key for piece in self._entries[key].pieces))
+        )
 
     def read(self, key: str, box: Box) -> Tensor:
         """See ``StoredTensors``."""
@@ -156,7 +160,9 @@ class CanonicalTensors(ViewedTensors):
         if len(found) == 1 and found[0][0] == box:
             return self._read(found[0][1], box).to(self.dtype(key))
         if not _make_up(box, found):
-            raise ConversionError(f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again")
+            raise ConversionError(
+                f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again"
+            )
         out = torch.empty(shape_of(box), dtype=self.dtype(key))
         for common, piece in found:
             part(out, relative(common, [start for start, _ in box])).copy_(self._read(piece, common))
@@ -167,11 +173,17 @@ class CanonicalTensors(ViewedTensors):
         if key not in self._entries:
             return super().is_saved(key, box)
         found = self._pieces(key, box)
-        return _make_up(box, found) and all(self._tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found)
+        return _make_up(box, found) and all(
+            self._tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found
+        )
 
     def _pieces(self, key: str, box: Box) -> list[tuple[Box, _Piece]]:
         """Return the pieces that a box has something of, with what it has of them."""
-        return [(common, piece) for piece in self._entries[key].pieces if (common := intersection(box, piece.box)) is not None]
+        return [
+            (common, piece)
+            for piece in self._entries[key].pieces
+            if (common := intersection(box, piece.box)) is not None
+        ]
 
     def _read(self, piece: _Piece, box: Box) -> Tensor:
         return self._tensors.read(piece.key, _inside(piece, box)).reshape(shape_of(box))
@@ -187,8 +199,13 @@ def refuse_adapters(tensors: StoredTensors) -> None:
     found = [key for key in tensors if _ADAPTER.search(key) and not key.startswith("optimizer.")]
     if found:
         raise ConversionError(
-            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first {found[0]}), and is no model",
-            "write them as a PEFT adapter (megarl convert adapter), or merge them: give the base model, and with --lora this directory",
+            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first "
+            f"{found[0]}), and is no model",
+            (
+                "write them as a PEFT adapter (megarl convert adapter), or merge them: give the base model, "
+                "and "
+                "with --lora this directory"
+            ),
         )
 
 
@@ -202,13 +219,19 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
     embeddings = [key for key in tensors if key.endswith(EMBEDDING) and "optimizer." not in key]
     prefixes = {key.removesuffix(EMBEDDING) for key in embeddings}
     if len(prefixes) > 1:
-        raise ConversionError(f"{tensors.directory} holds several models: {', '.join(sorted(embeddings))}", "convert a checkpoint of one")
+        raise ConversionError(
+            f"{tensors.directory} holds several models: {', '.join(sorted(embeddings))}",
+            "convert a checkpoint of one",
+        )
     prefix = prefixes.pop() if prefixes else ""
     if not prefix or not prefix.endswith("."):
         return tensors
     names = {key.removeprefix(prefix): key for key in tensors}
     if len(names) != len(list(tensors)):
-        raise ConversionError(f"{tensors.directory} has the same keys with and without {prefix!r}", "convert a checkpoint of one model")
+        raise ConversionError(
+            f"{tensors.directory} has the same keys with and without {prefix!r}",
+            "convert a checkpoint of one model",
+        )
     return RenamedTensors(tensors, names)
 
 
@@ -223,7 +246,9 @@ def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | N
         entries.append(one_by_one)
     if len(entries) > 1:
         stored = ", ".join(entry.pieces[0].key for entry in entries)
-        raise ConversionError(f"{key} is stored more than once: {stored}", "keep one of them in the checkpoint")
+        raise ConversionError(
+            f"{key} is stored more than once: {stored}", "keep one of them in the checkpoint"
+        )
     return entries[0] if entries else None
 
 
@@ -258,18 +283,27 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
     for expert in range(grid[-1]):
         for middle in ("experts", "local_experts"):
             stored = f"{block}{middle}.{expert}.{name}"
-            alone = _Entry(tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),)) if stored in tensors else None
+            alone = (
+                _Entry(tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),))
+                if stored in tensors
+                else None
+            )
             entry = alone or _halves(tensors, stored)
             if entry is not None:
                 shape = entry.shape
-                pieces += [_Piece(one.key, (*one.box[:axis], (expert, expert + 1), *one.box[axis:]), axis) for one in entry.pieces]
+                pieces += [
+                    _Piece(one.key, (*one.box[:axis], (expert, expert + 1), *one.box[axis:]), axis)
+                    for one in entry.pieces
+                ]
     return _Entry((*shape[:axis], grid[-1], *shape[axis:]), tuple(pieces)) if pieces else None
 
 
 def _inside(piece: _Piece, box: Box) -> Box:
     """Return a box of the larger tensor as one of the stored tensor."""
     inside = relative(box, [start for start, _ in piece.box])
-    return inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
+    return (
+        inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
+    )
 
 
 def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:

@@ -1,1 +1,2 @@
-"""Mapping between Hugging Face tensors and Megatron-Core parameters: rules, tensor-parallel layouts, and both formats seen as one model."""
+"""Mapping between Hugging Face tensors and Megatron-Core parameters: rules, tensor-parallel layouts, and both
+formats seen as one model."""

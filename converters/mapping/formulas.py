@@ -1,4 +1,5 @@
-"""Says of an expected shape which keys of ``config.json`` it follows from, for messages about shapes that are others."""
+"""Says of an expected shape which keys of ``config.json`` it follows from, for messages about shapes that are
+others."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ _MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "k_norm": (("head_dim",), ()),
     "sinks": (("num_attention_heads",), ()),
 }
-_LINEAR_KEYS, _LINEAR_VALUES = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
+_LINEAR_KEYS, _LINEAR_VALUES = (
+    "linear_num_key_heads * linear_key_head_dim",
+    "linear_num_value_heads * linear_value_head_dim",
+)
 _CONVOLVED = f"2 * {_LINEAR_KEYS} + {_LINEAR_VALUES}"
 _GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "in_proj_qkvz": ((f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}",), ("hidden_size",)),
@@ -48,12 +52,14 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def formula_of(name: str, shape: Sequence[int], architecture: Architecture) -> str:
-    """``[num_key_value_heads * head_dim, hidden_size]`` of the shape that a Hugging Face tensor should have; numbers where nothing fits."""
+    """``[num_key_value_heads * head_dim, hidden_size]`` of the shape that a Hugging Face tensor should have;
+    numbers where nothing fits."""
     return f"[{', '.join(_expressions(name, shape, architecture))}]"
 
 
 def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
-    """Return the formula of a whole parameter of Megatron-Core, whose rows are those of its tensors together."""
+    """Return the formula of a whole parameter of Megatron-Core, whose rows are those of its tensors
+    together."""
     parts = [_expressions(part.name, part.shape, architecture) for part in rule.parts]
     return f"[{', '.join([' + '.join(part[0] for part in parts), *parts[0][1:]])}]"
 
@@ -80,7 +86,9 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
         width = "moe_intermediate_size" if "moe_intermediate_size" in keys else "intermediate_size"
         if "shared_expert" in name:
             counted = "shared_expert_intermediate_size"
-            values[counted if counted in keys else f"n_shared_experts * {width}"] = mixture.shared_ffn_hidden_size
+            values[counted if counted in keys else f"n_shared_experts * {width}"] = (
+                mixture.shared_ffn_hidden_size
+            )
         elif re.search(r"\.experts(\.|$)", name):
             values |= {width: mixture.ffn_hidden_size, f"2 * {width}": 2 * mixture.ffn_hidden_size}
         values[experts] = mixture.num_experts
@@ -89,14 +97,18 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
     heads = architecture.num_attention_heads
     values |= {"num_attention_heads": heads, "head_dim": architecture.head_dim}
     if latent is None:
-        values |= {_HEADS: heads * architecture.head_dim, _GROUPS: architecture.num_key_value_heads * architecture.head_dim}
+        values |= {
+            _HEADS: heads * architecture.head_dim,
+            _GROUPS: architecture.num_key_value_heads * architecture.head_dim,
+        }
         values |= {f"2 * {_HEADS}": 2 * heads * architecture.head_dim} if architecture.output_gate else {}
     else:
         values |= {
             "kv_lora_rank": latent.kv_lora_rank,
             "kv_lora_rank + qk_rope_head_dim": latent.kv_lora_rank + latent.qk_rope_head_dim,
             _QUERIES: heads * latent.qk_head_dim,
-            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads
+            * (latent.qk_nope_head_dim + latent.v_head_dim),
             "num_attention_heads * v_head_dim": heads * latent.v_head_dim,
         }
         values |= {} if latent.q_lora_rank is None else {"q_lora_rank": latent.q_lora_rank}

@@ -1,8 +1,9 @@
-"""Layouts of tensor-parallel shards: where every row comes from, in pure arithmetic, for reading and for writing alike.
+"""Layouts of tensor-parallel shards: where every row comes from, in pure arithmetic, for reading and for
+writing alike.
 
-A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in the order in which they lie in
-the shard. Reading copies the spans into the shard; writing copies them out of it. One description for both directions makes them inverse by
-construction.
+A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in
+the order in which they lie in the shard. Reading copies the spans into the shard; writing copies them out of
+it. One description for both directions makes them inverse by construction.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from converters.mapping.rule import Kind, Rule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule, from index ``position`` on in the shard."""
+    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule, from index
+    ``position`` on in the shard."""
 
     part: int
     start: int
@@ -52,12 +54,14 @@ class ShardLayout:
 
 @lru_cache(maxsize=4096)
 def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
-    """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
+    """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its
+    rows.
 
     Args:
         rule: of the parameter.
         head_dim: width of one attention head; used by ``Kind.QKV`` alone.
-        padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the end is padding.
+        padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the
+            end is padding.
     """
     if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
         return (Span(0, 0, rule.parts[0].shape[0]),)
@@ -65,7 +69,8 @@ def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:
-    """Smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of Megatron-LM, which takes 128)."""
+    """Smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of Megatron-LM,
+    which takes 128)."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
@@ -84,7 +89,9 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
         ConversionError: the parameter cannot be cut into that many equal parts.
     """
     if not 0 <= tp_rank < tp_size:
-        raise ConversionError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist", "give a rank from 0 to size - 1")
+        raise ConversionError(
+            f"tensor-parallel rank {tp_rank} of {tp_size} does not exist", "give a rank from 0 to size - 1"
+        )
     first = rule.parts[0].shape
     if rule.kind is Kind.REPLICATED:
         return ShardLayout(first, 0, (Span(0, 0, first[0]),))
@@ -102,7 +109,9 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
         return ShardLayout((stop - start, *first[1:]), 0, spans)
     parts: list[Span] = []
     for index, part in enumerate(rule.parts):
-        parts.append(Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size), sum(span.length for span in parts)))
+        parts.append(
+            Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size), sum(span.length for span in parts))
+        )
     return ShardLayout((sum(span.length for span in parts), *first[1:]), 0, tuple(parts))
 
 
@@ -149,7 +158,8 @@ def _group_spans(rule: Rule) -> Iterator[Span]:
 
 
 def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:
-    """The part of a run of spans that lies between the positions ``start`` and ``stop``. A cut may go through a head."""
+    """The part of a run of spans that lies between the positions ``start`` and ``stop``. A cut may go through
+    a head."""
     position = 0
     for span in spans:
         low, high = max(start, position), min(stop, position + span.length)

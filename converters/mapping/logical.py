@@ -1,4 +1,5 @@
-"""One view of a model for both formats: its Hugging Face tensors, readable by rows, wherever and in whatever form they are stored.
+"""One view of a model for both formats: its Hugging Face tensors, readable by rows, wherever and in whatever
+form they are stored.
 
 Converting, verifying and comparing go through this view, so that each of them is written once.
 """
@@ -38,7 +39,8 @@ class Merging(Protocol):
 
 
 ChooseDtype = Callable[[str, torch.dtype], torch.dtype]
-"""From the name of a tensor that an adapter changes and the dtype that it is stored in to the dtype that the merged one is rounded to."""
+"""From the name of a tensor that an adapter changes and the dtype that it is stored in to the dtype that the
+merged one is rounded to."""
 
 
 class LogicalModel(ABC):
@@ -67,7 +69,11 @@ class LogicalModel(ABC):
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """The dtype that a tensor is read in."""
         stored = self.stored_dtype(tensor)
-        return self.adapter[1](tensor.name, stored) if self.adapter is not None and tensor.name in self.adapter[0] else stored
+        return (
+            self.adapter[1](tensor.name, stored)
+            if self.adapter is not None and tensor.name in self.adapter[0]
+            else stored
+        )
 
     def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor."""
@@ -132,19 +138,27 @@ class MegatronModel(LogicalModel):
         rule, part = self._rules[tensor.name]
         pieces = []
         # by their place in the tensor: a parameter may have its rows in another order
-        for run in sorted(runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)), key=lambda run: run.start):
+        for run in sorted(
+            runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)), key=lambda run: run.start
+        ):
             low, high = max(start, run.start), min(stop, run.stop)
             if run.part == part and low < high:
                 first = run.position + low - run.start
                 pieces.append(self.read_rows(rule, first, first + high - low))
         if len(pieces) == 1:
             return pieces[0]
-        return torch.cat(pieces) if pieces else torch.empty((0, *tensor.shape[1:]), dtype=self.stored_dtype(tensor))
+        return (
+            torch.cat(pieces)
+            if pieces
+            else torch.empty((0, *tensor.shape[1:]), dtype=self.stored_dtype(tensor))
+        )
 
     def read_rows(self, rule: Rule, start: int, stop: int) -> Tensor:
         """Rows of the whole Megatron-Core parameter, padding included."""
         shape = self.parameter_shape(rule)
-        return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(stop - start, *shape[1:])
+        return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(
+            stop - start, *shape[1:]
+        )
 
     def has(self, rule: Rule) -> bool:
         """Return whether all of a parameter is there, from the index alone.
@@ -153,7 +167,9 @@ class MegatronModel(LogicalModel):
             ConversionError: the stored tensor does not have the shape that the config asks for.
         """
         key = self.place(rule).key
-        return key in self.checkpoint and self.checkpoint.is_saved(key, self._box(rule, 0, self.parameter_shape(rule)[0]))
+        return key in self.checkpoint and self.checkpoint.is_saved(
+            key, self._box(rule, 0, self.parameter_shape(rule)[0])
+        )
 
     def _box(self, rule: Rule, start: int, stop: int) -> Box:
         place, shape = self.place(rule), self.parameter_shape(rule)
@@ -168,10 +184,13 @@ class MegatronModel(LogicalModel):
         place, expected = self.place(rule), shape_of_parameter(rule)
         shape = self.checkpoint.shape(place.key)
         grid, own = shape[: len(place.grid)], shape[len(place.grid) :]
-        fits = own[1:] == expected[1:] and (own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected)
+        fits = own[1:] == expected[1:] and (
+            own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected
+        )
         if grid != place.grid or not fits:
             raise ConversionError(
-                f"{place.key} has shape {list(shape)}, but the config asks for {[*place.grid, *expected]}, the last "
+                f"{place.key} has shape {list(shape)}, but the config asks for {[*place.grid, *expected]}, "
+                "the last "
                 f"{len(expected)} of them {formula_of_parameter(rule, self.architecture)}",
                 "use the config that belongs to these weights (--hf-config DIRECTORY)",
             )
@@ -187,7 +206,8 @@ class MegatronModel(LogicalModel):
 
 
 def shape_of_parameter(rule: Rule, padded_vocab: int | None = None) -> tuple[int, ...]:
-    """Shape of the whole Megatron-Core parameter, not cut over any ranks; the vocabulary padded if that is given."""
+    """Shape of the whole Megatron-Core parameter, not cut over any ranks; the vocabulary padded if that is
+    given."""
     first = rule.parts[0].shape
     if rule.kind in (Kind.REPLICATED, Kind.ROW):
         return first

@@ -15,13 +15,15 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
     """The place where ``source`` keeps a tensor; its own name if it is nowhere.
 
     Raises:
-        ConversionError: it is in several places, or the stored tensor has another shape than the architecture says.
+        ConversionError: it is in several places, or the stored tensor has another shape than the architecture
+            says.
     """
     places = tensor.places
     found = [place for place in places if place.name in source] if tensor.alternatives else []
     if len(found) > 1:
         raise ConversionError(
-            f"{tensor.name} is stored more than once: {', '.join(place.name for place in found)}", "keep one of them in the checkpoint"
+            f"{tensor.name} is stored more than once: {', '.join(place.name for place in found)}",
+            "keep one of them in the checkpoint",
         )
     place = found[0] if found else places[0]
     shape = source.shape(place.name)
@@ -33,14 +35,17 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
     return place
 
 
-def read_part(tensor: HuggingFaceTensor, place: TensorLocation, source: HuggingFaceSource, slices: Sequence[slice] = ()) -> Tensor:
+def read_part(
+    tensor: HuggingFaceTensor, place: TensorLocation, source: HuggingFaceSource, slices: Sequence[slice] = ()
+) -> Tensor:
     """A tensor or a part of it, touching only the bytes of that part.
 
     Args:
         tensor: what to read.
         place: where it is, from ``locate``.
         source: the checkpoint.
-        slices: one a leading dimension of the tensor, each with start and stop inside it; missing ones mean everything.
+        slices: one a leading dimension of the tensor, each with start and stop inside it; missing ones mean
+            everything.
 
     Returns:
         A fresh contiguous tensor.
@@ -65,12 +70,14 @@ def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequen
     stored = [*others, span] if place.transposed else [span, *others]
     leading = () if place.index is None else (slice(place.index, place.index + 1),)
     found = source.read(place.name, (*leading, *stored))
-    return _rows_of(found if place.index is None else found.squeeze(0), place.transposed, 0, place.step).contiguous()
+    return _rows_of(
+        found if place.index is None else found.squeeze(0), place.transposed, 0, place.step
+    ).contiguous()
 
 
 def rows_in(block: Tensor, place: TensorLocation) -> Tensor:
-    """The view of a stored tensor, without the dimension that ``place.index`` counts along, that is the tensor of a place; the tensors that
-    lie between its rows are taken to end with it."""
+    """The view of a stored tensor, without the dimension that ``place.index`` counts along, that is the
+    tensor of a place; the tensors that lie between its rows are taken to end with it."""
     return _rows_of(block, place.transposed, place.start, place.step)
 
 

@@ -12,7 +12,15 @@ from converters.families import family_of
 from converters.families.base import NESTED_PREFIX, Family
 from converters.families.head import head_rules
 from converters.families.vision import tower_rules
-from converters.mapping.rule import PORTABLE_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, renamed, sequential_name
+from converters.mapping.rule import (
+    PORTABLE_NORMS,
+    HuggingFaceTensor,
+    Rule,
+    expert_index,
+    is_expert,
+    renamed,
+    sequential_name,
+)
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import prediction_rules, usual_name
 
@@ -23,8 +31,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
     """The rule of one Megatron-Core parameter.
 
     Args:
-        megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for example
-            ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
+        megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for
+            example ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
             (``shift_expert``). Names of the portable and of the Transformer Engine layer spec are known.
         architecture: the model.
 
@@ -40,7 +48,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
         layers = architecture.num_layers if block == "decoder" else architecture.prediction_layers
         if layer >= layers:
             raise ConversionError(
-                f"{megatron_name}: the model has {f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
+                f"{megatron_name}: the model has "
+                f"{f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
                 "give the global layer index, counted from 0 over all pipeline stages",
             )
         # prediction layers are counted on behind the others
@@ -48,7 +57,12 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
         rules = _layer_rules(architecture, layer)
         suffix = sequential_name(PORTABLE_NORMS.get(suffix, suffix))
         rule = rules.get(f"{prefix}{suffix}")
-        if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
+        if (
+            rule is None
+            and is_expert(megatron_name)
+            and architecture.mixture is not None
+            and architecture.is_sparse(layer)
+        ):
             experts = architecture.mixture.num_experts
             if expert_index(megatron_name) >= experts:
                 raise ConversionError(
@@ -57,14 +71,20 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
                 )
     if rule is None:
         near = difflib.get_close_matches(megatron_name, list(rules), n=1)
-        hint = f"the nearest known name is {near[0]}" if near else "strip wrapper prefixes and skip _extra_state entries"
-        raise ConversionError(f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint)
+        hint = (
+            f"the nearest known name is {near[0]}"
+            if near
+            else "strip wrapper prefixes and skip _extra_state entries"
+        )
+        raise ConversionError(
+            f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint
+        )
     return rule
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:
-    """Every rule that emits tensors: embedding, layers in order with those that predict further tokens behind the others, final norm,
-    output layer. Tied models have no output layer here."""
+    """Every rule that emits tensors: embedding, layers in order with those that predict further tokens behind
+    the others, final norm, output layer. Tied models have no output layer here."""
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
@@ -94,7 +114,9 @@ def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
     family = family_of(architecture.family)
     rules = family.layer_rules(architecture, layer)
     if layer >= architecture.num_layers:
-        rules = prediction_rules(architecture, layer - architecture.num_layers, rules, in_mtp=family.predicts_in_mtp)
+        rules = prediction_rules(
+            architecture, layer - architecture.num_layers, rules, in_mtp=family.predicts_in_mtp
+        )
     return {rule.megatron_name: rule for rule in _nested(rules, family)}
 
 
@@ -103,7 +125,9 @@ def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
     family."""
     if not (family.sees or family.may_be_nested):
         return rules
-    return tuple(replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts)) for rule in rules)
+    return tuple(
+        replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts)) for rule in rules
+    )
 
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:

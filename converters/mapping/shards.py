@@ -1,4 +1,5 @@
-"""Moves parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype is asked for."""
+"""Moves parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype is
+asked for."""
 
 from __future__ import annotations
 
@@ -32,17 +33,19 @@ def load_shard(
         rule: of the parameter.
         source: where the Hugging Face tensors are.
         architecture: the model.
-        tp_rank: tensor-parallel rank; of a parameter of an expert (``is_expert``), the expert-tensor-parallel rank.
+        tp_rank: tensor-parallel rank; of a parameter of an expert (``is_expert``), the expert-tensor-parallel
+            rank.
         tp_size: size of that group.
-        padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of ``tp_size``. Padding rows are zero.
+        padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of
+            ``tp_size``. Padding rows are zero.
         dtype: of the result; by default that of the source.
 
     Returns:
         A fresh contiguous CPU tensor.
 
     Raises:
-        ConversionError: a tensor is missing or has another shape than the architecture says, the cut is impossible, or the parts are stored
-            in different dtypes and no ``dtype`` is given.
+        ConversionError: a tensor is missing or has another shape than the architecture says, the cut is
+            impossible, or the parts are stored in different dtypes and no ``dtype`` is given.
     """
     places = [locate(part, source) for part in rule.parts]
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
@@ -52,22 +55,26 @@ def load_shard(
         return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
     shard = torch.empty(layout.shape, dtype=dtype)
     for span in layout.spans:
-        shard.narrow(layout.axis, span.position, span.length).copy_(_read_span(rule, places, source, layout.axis, span))
+        shard.narrow(layout.axis, span.position, span.length).copy_(
+            _read_span(rule, places, source, layout.axis, span)
+        )
     shard.narrow(layout.axis, layout.shape[layout.axis] - layout.padding, layout.padding).zero_()
     return shard
 
 
 def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of ``load_shard``.
+    """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of
+    ``load_shard``.
 
     Args:
         rule: of the parameter.
-        shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an expert), in rank order, all on one
-            device. Of a replicated parameter only the first is read.
+        shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an
+            expert), in rank order, all on one device. Of a replicated parameter only the first is read.
         architecture: the model.
 
     Yields:
-        Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another rule writes.
+        Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another
+        rule writes.
 
     Raises:
         ConversionError: the shards do not have the shapes that the architecture asks for.
@@ -75,15 +82,23 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
     if not rule.emits:
         return
     if not shards:
-        raise ConversionError(f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank")
+        raise ConversionError(
+            f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank"
+        )
     padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
-    layouts = [shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))]
+    layouts = [
+        shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))
+    ]
     for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
         if tuple(shard.shape) != layout.shape or shard.dtype != shards[0].dtype:
             raise ConversionError(
                 f"{rule.megatron_name}: the shard of rank {rank} is {shard.dtype} {list(shard.shape)}, "
                 f"expected {shards[0].dtype} {list(layout.shape)}",
-                "pass the shards of all tensor-parallel ranks in rank order, and the architecture that the model was built from",
+                (
+                    "pass the shards of all tensor-parallel ranks in rank order, and the architecture that "
+                    "the "
+                    "model was built from"
+                ),
             )
     if rule.kind is Kind.REPLICATED:
         shards, layouts = shards[:1], layouts[:1]
@@ -101,7 +116,9 @@ def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> 
         tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
 
 
-def _read_span(rule: Rule, places: Sequence[TensorLocation], source: HuggingFaceSource, axis: int, span: Span) -> Tensor:
+def _read_span(
+    rule: Rule, places: Sequence[TensorLocation], source: HuggingFaceSource, axis: int, span: Span
+) -> Tensor:
     part, place = rule.parts[span.part], places[span.part]
     if span.length == part.shape[axis]:
         return read_part(part, place, source)
@@ -124,12 +141,13 @@ def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> It
     """Names and tensors as a checkpoint has them.
 
     Args:
-        stream: every tensor of the model once, by the names of the rules; those that are stored together all of one dtype, on one device.
+        stream: every tensor of the model once, by the names of the rules; those that are stored together all
+            of one dtype, on one device.
         architecture: the model.
 
     Yields:
-        What may be stored by itself as it comes, and a stored tensor once the last tensor in it has come. What has come of stored tensors
-        that are not complete is held.
+        What may be stored by itself as it comes, and a stored tensor once the last tensor in it has come.
+        What has come of stored tensors that are not complete is held.
     """
     parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
     missing = Counter(part.places[0].name for part in parts.values())

@@ -16,11 +16,16 @@ from types import MappingProxyType
 
 CARRIERS: Mapping[str, str] = MappingProxyType(
     {
-        "auto_map": "names Python code beside the config, which is not run here and may compute something else than transformers",
+        "auto_map": (
+            "names Python code beside the config, which is not run here and may compute something "
+            "else than transformers"
+        ),
         "bias": "vLLM reads it as attention_bias, transformers does not",
         "dual_chunk_attention_config": "vLLM attends in chunks where it is set, transformers does not",
         "logit_scale": "vLLM multiplies the logits by it, transformers does not",
-        "original_max_position_embeddings": "vLLM puts it into the rotary scaling, transformers reads that of rope_scaling",
+        "original_max_position_embeddings": (
+            "vLLM puts it into the rotary scaling, transformers reads that of rope_scaling"
+        ),
         "per_layer_config": "layers of their own sizes are not supported",
         "sparse_attention_config": "attention that leaves tokens out is not supported",
     }
@@ -54,7 +59,10 @@ def refusal_of_key(key: str, config_class: type | None) -> str | None:
     if words is None:
         return "unknown key, which may change the forward pass"
     if key in words:
-        return f"transformers reads it for {config_class.__name__ if config_class else ''}, and this family's rules do not"
+        return (
+            f"transformers reads it for {config_class.__name__ if config_class else ''}, and this "
+            "family's rules do not"
+        )
     return None
 
 
@@ -95,7 +103,10 @@ def _shared_keys() -> frozenset[str]:
     keys: set[str] = set()
     for name in _SHARED:
         text = (root / name).read_text(encoding="utf-8")
-        patterns = [_READ_OF_CONFIG, *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else [])]
+        patterns = [
+            _READ_OF_CONFIG,
+            *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else []),
+        ]
         for pattern in patterns:
             keys |= {word for match in pattern.findall(text) for word in match if word}
     return frozenset(keys)

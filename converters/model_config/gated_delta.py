@@ -65,7 +65,9 @@ class GatedDeltaNet:
         return self.convolved + self.values + 2 * self.value_heads
 
 
-def read_gated_delta(config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False) -> GatedDeltaNet | None:
+def read_gated_delta(
+    config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False
+) -> GatedDeltaNet | None:
     """The gated delta nets of a config.
 
     Args:
@@ -80,10 +82,16 @@ def read_gated_delta(config: Config, num_layers: int, problems: list[str], *, st
     """
     kinds = config.get("layer_types")
     if kinds is None:
-        interval = _INTERVAL if config.get("full_attention_interval") is None else read_size(config, "full_attention_interval", problems)
+        interval = (
+            _INTERVAL
+            if config.get("full_attention_interval") is None
+            else read_size(config, "full_attention_interval", problems)
+        )
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not set(kinds) <= {LINEAR, FULL}:
-        problems.append(f"layer_types = {kinds!r}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers")
+        problems.append(
+            f"layer_types = {kinds!r}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers"
+        )
         return None
     layers = tuple(kind == LINEAR for kind in kinds)
     if not any(layers):
@@ -98,5 +106,8 @@ def read_gated_delta(config: Config, num_layers: int, problems: list[str], *, st
         stored_by_head=stored_by_head,
     )
     if found.value_heads % found.key_heads:
-        problems.append(f"linear_num_value_heads = {found.value_heads}: no multiple of linear_num_key_heads = {found.key_heads}")
+        problems.append(
+            f"linear_num_value_heads = {found.value_heads}: no multiple of linear_num_key_heads = "
+            f"{found.key_heads}"
+        )
     return found

@@ -52,7 +52,12 @@ def read_head(config: Config, architecture_class: str, problems: list[str]) -> S
     if not classes:
         return None
     known = known_classes(architecture_class)
-    if not isinstance(classes, (list, tuple)) or len(classes) != 1 or not isinstance(classes[0], str) or classes[0] not in known:
+    if (
+        not isinstance(classes, (list, tuple))
+        or len(classes) != 1
+        or not isinstance(classes[0], str)
+        or classes[0] not in known
+    ):
         problems.append(f"architectures = {classes!r}: only {', '.join(known)} are supported")
         return None
     bias = known[classes[0]]

@@ -29,7 +29,17 @@ _BOOKKEEPING = frozenset(
 )
 _LOADING = frozenset({"dtype", "torch_dtype"})
 _LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
-_TOKENS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class"})
+_TOKENS = frozenset(
+    {
+        "bos_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "prefix",
+        "sep_token_id",
+        "tokenizer_class",
+    }
+)
 _GENERATION = frozenset(
     {
         "bad_words_ids",

@@ -67,14 +67,20 @@ def read_latent_attention(config: Config, problems: list[str]) -> LatentAttentio
     """Return the attention that a config describes; what cannot be carried over is appended to
     ``problems``."""
     if config.get("attention_bias"):
-        problems.append(f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases")
+        problems.append(
+            f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases"
+        )
     if config.get("rope_interleave", True) is not True:
         problems.append(
-            f"rope_interleave = {config['rope_interleave']!r}: Megatron-Core's latent attention rotates interleaved dimensions only"
+            f"rope_interleave = {config['rope_interleave']!r}: Megatron-Core's latent attention rotates "
+            "interleaved dimensions only"
         )
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if groups is not None and groups != heads:
-        problems.append(f"num_key_value_heads = {groups!r}: latent attention has as many as num_attention_heads = {heads!r}")
+        problems.append(
+            f"num_key_value_heads = {groups!r}: latent attention has as many as num_attention_heads = "
+            f"{heads!r}"
+        )
     latent = LatentAttention(
         q_lora_rank=None if config.get("q_lora_rank") is None else read_size(config, "q_lora_rank", problems),
         kv_lora_rank=read_size(config, "kv_lora_rank", problems),
@@ -85,7 +91,10 @@ def read_latent_attention(config: Config, problems: list[str]) -> LatentAttentio
     )
     for key, width in (("head_dim", latent.qk_rope_head_dim), ("qk_head_dim", latent.qk_head_dim)):
         if config.get(key) not in (None, width):
-            problems.append(f"{key} = {config[key]!r}: with these qk_rope_head_dim and qk_nope_head_dim it has to be {width}")
+            problems.append(
+                f"{key} = {config[key]!r}: with these qk_rope_head_dim and qk_nope_head_dim it has to be "
+                f"{width}"
+            )
     return latent
 
 

@@ -53,10 +53,14 @@ def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     if scaling["type"] != "yarn":
         raise ConversionError(
-            f"rope type {scaling['type']!r}: Megatron-Core's latent attention has the plain rotary embedding and yarn", _OTHER_BACKEND
+            f"rope type {scaling['type']!r}: Megatron-Core's latent attention has the plain rotary "
+            "embedding and yarn",
+            _OTHER_BACKEND,
         )
     if not scaling["truncate"]:
-        raise ConversionError("yarn truncate = False: Megatron-Core's latent attention always rounds the range", _OTHER_BACKEND)
+        raise ConversionError(
+            "yarn truncate = False: Megatron-Core's latent attention always rounds the range", _OTHER_BACKEND
+        )
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": scaling["factor"],
@@ -74,13 +78,16 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
-    if scaling["mscale"] is not None and math.isclose((scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9):
+    if scaling["mscale"] is not None and math.isclose(
+        (scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9
+    ):
         return float(scaling["mscale"])
     if logarithm:
         return float((wanted * of_all - 1.0) / logarithm)
     if not math.isclose(wanted, 1.0, rel_tol=1e-6):
         raise ConversionError(
-            f"yarn attention_factor = {wanted!r}: with the factor {factor!r} Megatron-Core's latent attention has none but 1",
+            f"yarn attention_factor = {wanted!r}: with the factor {factor!r} Megatron-Core's latent "
+            "attention has none but 1",
             _OTHER_BACKEND,
         )
     return 1.0
@@ -133,7 +140,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     """
     if architecture.head is not None:
         raise ConversionError(
-            f"a {architecture.family} model that scores ({architecture.head.labels} labels) is no language model, and has no GPTModel",
+            f"a {architecture.family} model that scores ({architecture.head.labels} labels) is no language "
+            "model, and has no GPTModel",
             "convert it with megarl convert, or give a language model",
         )
     add_bias_linear, add_qkv_bias = _bias_flags(architecture)
@@ -187,14 +195,20 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "max_sequence_length": architecture.max_position,
         "share_embeddings_and_output_weights": architecture.tied_embeddings,
     }
-    own_routing = None if architecture.mixture is None or _routes_like_megatron(architecture.mixture) else architecture.mixture.routing
+    own_routing = (
+        None
+        if architecture.mixture is None or _routes_like_megatron(architecture.mixture)
+        else architecture.mixture.routing
+    )
     return MegatronSettings(
         transformer,
         model,
         attributes,
         llama3=_own_llama3(architecture),
         routing=own_routing,
-        latent_norm_epsilon=NORM_EPSILON if architecture.latent_attention and architecture.norm_epsilon != NORM_EPSILON else None,
+        latent_norm_epsilon=NORM_EPSILON
+        if architecture.latent_attention and architecture.norm_epsilon != NORM_EPSILON
+        else None,
     )
 
 
@@ -206,7 +220,8 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
     if biases in {(True, False, False), (False, False, False)}:
         return False, architecture.qkv_bias
     raise ConversionError(
-        f"biases on query-key-value = {biases[0]}, attention output = {biases[1]}, MLP = {biases[2]} (attention_bias, mlp_bias): "
+        f"biases on query-key-value = {biases[0]}, attention output = {biases[1]}, MLP = {biases[2]} "
+        "(attention_bias, mlp_bias): "
         "Megatron-Core has them all, none, or on query-key-value alone",
         _OTHER_BACKEND,
     )
@@ -220,16 +235,22 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
     it, it does not divide.
     """
     routing = mixture.routing
-    shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": mixture.shared_gate}
+    shared = {
+        "moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": mixture.shared_gate,
+    }
     groups = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.groups_per_token}
     return {
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
         # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
-        "moe_layer_freq": 1 if all(mixture.sparse_layers) else [int(sparse) for sparse in mixture.sparse_layers],
+        "moe_layer_freq": 1
+        if all(mixture.sparse_layers)
+        else [int(sparse) for sparse in mixture.sparse_layers],
         "moe_router_score_function": routing.score,
-        "moe_router_pre_softmax": routing.score == "softmax" and (not mixture.normalized or _has_constant_weight(mixture)),
+        "moe_router_pre_softmax": routing.score == "softmax"
+        and (not mixture.normalized or _has_constant_weight(mixture)),
         "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
         "moe_router_enable_expert_bias": routing.has_correction_bias,
         # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs
@@ -252,7 +273,9 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
     if not routing.is_grouped:
         return True
     ranked_by = chosen // routing.groups_per_token
-    return ranked_by == routing.best_of_group and (routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1)
+    return ranked_by == routing.best_of_group and (
+        routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1
+    )
 
 
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
@@ -282,7 +305,8 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
     assert scaling["type"] == "yarn", scaling
     if architecture.rotary_fraction != 1:
         raise ConversionError(
-            f"yarn and partial_rotary_factor = {architecture.rotary_fraction!r}: Megatron-Core's YaRN always rotates whole heads",
+            f"yarn and partial_rotary_factor = {architecture.rotary_fraction!r}: Megatron-Core's YaRN "
+            "always rotates whole heads",
             _OTHER_BACKEND,
         )
     return model | {"position_embedding_type": "yarn"}, _yarn_attributes(scaling)
@@ -291,7 +315,11 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
 def _own_llama3(architecture: Architecture) -> dict[str, Any] | None:
     """See ``MegatronSettings.llama3``."""
     scaling = architecture.rope_scaling
-    if scaling is None or scaling["type"] != "llama3" or all(scaling[key] == value for key, value in _MEGATRON_LLAMA3.items()):
+    if (
+        scaling is None
+        or scaling["type"] != "llama3"
+        or all(scaling[key] == value for key, value in _MEGATRON_LLAMA3.items())
+    ):
         return None
     return {"factor": scaling["factor"], **{key: scaling[key] for key in _MEGATRON_LLAMA3}}
 
@@ -300,7 +328,8 @@ def _yarn_attributes(scaling: dict[str, Any]) -> dict[str, Any]:
     computed = yarn_attention_factor(scaling["factor"], scaling["mscale"], scaling["mscale_all_dim"])
     if not math.isclose(computed, scaling["attention_factor"], rel_tol=1e-6):
         raise ConversionError(
-            f"yarn attention_factor = {scaling['attention_factor']!r}: Megatron-Core computes it from factor and mscale, here {computed!r}",
+            f"yarn attention_factor = {scaling['attention_factor']!r}: Megatron-Core computes it from "
+            f"factor and mscale, here {computed!r}",
             _OTHER_BACKEND,
         )
     return {

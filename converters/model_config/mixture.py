@@ -67,7 +67,9 @@ def read_deepseek_routing(
         grouped: False where the config's groups are not in use.
     """
     scale = read_number(config.get("routed_scaling_factor"), "routed_scaling_factor", problems)
-    groups, kept = (read_size(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
+    groups, kept = (
+        (read_size(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
+    )
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
         groups = kept = 1
@@ -75,9 +77,14 @@ def read_deepseek_routing(
         problems.append(f"topk_group = {kept}: there are only {groups} groups (n_group)")
     size = experts // groups
     if best_of_group > size and kept <= groups:
-        problems.append(f"n_group = {groups}: groups of {size} experts are smaller than the {best_of_group} scores that rank a group")
+        problems.append(
+            f"n_group = {groups}: groups of {size} experts are smaller than the {best_of_group} scores that "
+            "rank a group"
+        )
     if chosen > kept * size:
-        problems.append(f"num_experts_per_tok = {chosen}: {kept} groups (topk_group) have only {kept * size} experts")
+        problems.append(
+            f"num_experts_per_tok = {chosen}: {kept} groups (topk_group) have only {kept * size} experts"
+        )
     sigmoid = score == "sigmoid"
     return Routing(score, sigmoid, groups, kept, best_of_group, scale, in_float32=True)
 
@@ -158,9 +165,16 @@ def read_mixture(
         normalized=normalized,
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=read_number(
-            config.get("router_aux_loss_coef"), "router_aux_loss_coef", problems, default=0.0, instead=0.0, may_be_zero=True
+            config.get("router_aux_loss_coef"),
+            "router_aux_loss_coef",
+            problems,
+            default=0.0,
+            instead=0.0,
+            may_be_zero=True,
         ),
-        shared_ffn_hidden_size=read_size(config, shared_width_key, problems) if shared_width_key is not None else 0,
+        shared_ffn_hidden_size=read_size(config, shared_width_key, problems)
+        if shared_width_key is not None
+        else 0,
         routing=routing,
     )
 
@@ -194,9 +208,16 @@ def read_deepseek_mixture(
         sparse_layers = tuple(layer >= dense for layer in range(num_layers))
     if not any(sparse_layers):
         return None
-    experts, chosen = read_size(config, "n_routed_experts", problems), read_size(config, "num_experts_per_tok", problems)
+    experts, chosen = (
+        read_size(config, "n_routed_experts", problems),
+        read_size(config, "num_experts_per_tok", problems),
+    )
     width = read_size(config, "moe_intermediate_size", problems)
-    shared = 0 if config.get("n_shared_experts") is None else read_size(config, "n_shared_experts", problems, least=0)
+    shared = (
+        0
+        if config.get("n_shared_experts") is None
+        else read_size(config, "n_shared_experts", problems, least=0)
+    )
     return MixtureOfExperts(
         num_experts=experts,
         experts_per_token=chosen,
@@ -207,7 +228,13 @@ def read_deepseek_mixture(
         shared_ffn_hidden_size=width * shared,
         shared_gate=False,
         routing=read_deepseek_routing(
-            config, problems, experts=experts, chosen=chosen, score=score, best_of_group=best_of_group, grouped=grouped
+            config,
+            problems,
+            experts=experts,
+            chosen=chosen,
+            score=score,
+            best_of_group=best_of_group,
+            grouped=grouped,
         ),
     )
 
@@ -228,6 +255,16 @@ engines do."""
 def require_sigmoids(config: Config, problems: list[str]) -> None:
     """Append a problem for each key of a router that asks for something else than sigmoids with a correction
     bias."""
-    require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
-    require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
-    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
+    require(
+        config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems
+    )
+    require(
+        config,
+        "topk_method",
+        "noaux_tc",
+        "transformers chooses experts in no other way for this family",
+        problems,
+    )
+    require(
+        config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems
+    )

@@ -30,8 +30,18 @@ CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Config keys that ``read_mtp_layers`` consumes."""
 
-_OUTSIDE = (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm"))
-_OUTSIDE_MTP = (("pre_fc_norm_embedding", "enorm"), ("pre_fc_norm_hidden", "hnorm"), ("fc", "eh_proj"), ("norm", "final_layernorm"))
+_OUTSIDE = (
+    ("enorm", "enorm"),
+    ("hnorm", "hnorm"),
+    ("eh_proj", "eh_proj"),
+    ("shared_head.norm", "final_layernorm"),
+)
+_OUTSIDE_MTP = (
+    ("pre_fc_norm_embedding", "enorm"),
+    ("pre_fc_norm_hidden", "hnorm"),
+    ("fc", "eh_proj"),
+    ("norm", "final_layernorm"),
+)
 # what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say
 # transformer_layer
 _INNER = "transformer_layer"
@@ -58,11 +68,16 @@ def read_mtp_layers(config: Config, problems: list[str]) -> int:
         problems.append(f"mtp_num_hidden_layers = {value!r}: only 0 or 1 is supported")
         return 0
     if config.get("mtp_use_dedicated_embeddings"):
-        problems.append("mtp_use_dedicated_embeddings = True: only a prediction layer that shares the embedding is supported")
+        problems.append(
+            "mtp_use_dedicated_embeddings = True: only a prediction layer that shares the embedding is "
+            "supported"
+        )
     return int(str(value))
 
 
-def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...], *, in_mtp: bool = False) -> tuple[Rule, ...]:
+def prediction_rules(
+    facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...], *, in_mtp: bool = False
+) -> tuple[Rule, ...]:
     """All parameters of one prediction layer.
 
     Args:

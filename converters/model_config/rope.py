@@ -10,7 +10,10 @@ from converters.model_config.sizes import Config, read_number
 ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
-    "llama3": (frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}), frozenset()),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
     "yarn": (
         frozenset({"factor", "original_max_position_embeddings"}),
         frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
@@ -25,7 +28,17 @@ _OF_VLLM: dict[str, tuple[object, str]] = {
     "apply_yarn_scaling": (True, "takes the scaling of the attention from it"),
 }
 # of kinds of rotary scaling that are not supported, and of models that see
-_OF_OTHERS = frozenset({"alpha", "long_factor", "long_mscale", "mrope_interleaved", "mrope_section", "short_factor", "short_mscale"})
+_OF_OTHERS = frozenset(
+    {
+        "alpha",
+        "long_factor",
+        "long_mscale",
+        "mrope_interleaved",
+        "mrope_section",
+        "short_factor",
+        "short_mscale",
+    }
+)
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -58,8 +71,14 @@ def read_rope(
         return 0.0, None
     problems += rotary_disagreements(config)
     for key in _unread(parameters, kind):
-        if not (in_sections and key.startswith("mrope_")) and key not in _OF_VLLM and key in frozenset().union(_OF_OTHERS, *_KEYS.values()):
-            problems.append(f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}")
+        if (
+            not (in_sections and key.startswith("mrope_"))
+            and key not in _OF_VLLM
+            and key in frozenset().union(_OF_OTHERS, *_KEYS.values())
+        ):
+            problems.append(
+                f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}"
+            )
     partial = parameters.get("partial_rotary_factor")
     if not partly and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor = {partial!r}: only full rotation (1.0) is supported")
@@ -82,7 +101,11 @@ def rotary_disagreements(config: Config) -> list[str]:
     reason."""
     parameters = _parameters(config)
     return [
-        f"rope parameter {key} = {parameters[key]!r}: transformers does not read it, vLLM {what}: the two would compute different models"
+        (
+            f"rope parameter {key} = {parameters[key]!r}: transformers does not read it, vLLM {what}: the "
+            "two "
+            "would compute different models"
+        )
         for key, (neutral, what) in _OF_VLLM.items()
         if parameters.get(key) is not None and parameters[key] != neutral
     ]
@@ -96,14 +119,20 @@ def unread_rope_parameters(config: Config) -> list[str]:
     if not isinstance(kind, str) or kind not in _KEYS:
         return []
     known = frozenset(_OF_VLLM).union(_OF_OTHERS, *_KEYS.values())
-    return [f"rope_scaling.{key} = {parameters[key]!r}" for key in _unread(parameters, kind) if key not in known]
+    return [
+        f"rope_scaling.{key} = {parameters[key]!r}" for key in _unread(parameters, kind) if key not in known
+    ]
 
 
 def _unread(parameters: Config, kind: str) -> list[str]:
     """Return parameters that transformers does not read for a type of rotary embedding, without those that
     change nothing anywhere."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
-    return [key for key in keys if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])]
+    return [
+        key
+        for key in keys
+        if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])
+    ]
 
 
 def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
@@ -117,7 +146,8 @@ def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> floa
         return 1.0
     if int(head_dim * fraction) % 2 or int(head_dim * fraction) == 0:
         problems.append(
-            f"partial_rotary_factor = {fraction!r}: of {head_dim} dimensions of a head it rotates {int(head_dim * fraction)}, "
+            f"partial_rotary_factor = {fraction!r}: of {head_dim} dimensions of a head it rotates "
+            f"{int(head_dim * fraction)}, "
             "which has to be an even number above 0"
         )
     return float(fraction)
@@ -147,7 +177,9 @@ def _parameters(config: Config) -> dict[str, object]:
 
 def _number(parameters: Config, key: str, problems: list[str], default: object = None) -> float:
     """Return a positive number; anything else becomes a problem and NaN."""
-    return read_number(parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan)
+    return read_number(
+        parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan
+    )
 
 
 def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, object]:
@@ -163,7 +195,9 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
         "type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "attention_factor": _number(parameters, "attention_factor", problems, default=yarn_attention_factor(factor, *scales)),
+        "attention_factor": _number(
+            parameters, "attention_factor", problems, default=yarn_attention_factor(factor, *scales)
+        ),
         # transformers reads zero as "not given" for these two.
         "beta_fast": _number({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", problems),
         "beta_slow": _number({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", problems),
@@ -175,5 +209,10 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
 
 def _original_length(parameters: Config, config: Config, problems: list[str]) -> int:
     """Context length before scaling, tokens; transformers falls back to ``max_position_embeddings``."""
-    value = _number(parameters, "original_max_position_embeddings", problems, default=config.get("max_position_embeddings"))
+    value = _number(
+        parameters,
+        "original_max_position_embeddings",
+        problems,
+        default=config.get("max_position_embeddings"),
+    )
     return 0 if math.isnan(value) else int(value)

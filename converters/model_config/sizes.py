@@ -17,19 +17,34 @@ def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) 
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    problems.append(f"{key} = {value!r}: {SIZE_NEEDED if least else 'a whole number of at least 0 is needed'}")
+    problems.append(
+        f"{key} = {value!r}: {SIZE_NEEDED if least else 'a whole number of at least 0 is needed'}"
+    )
     return least
 
 
 def read_number(
-    value: object, name: str, problems: list[str], *, default: object = None, instead: float = 1.0, may_be_zero: bool = False
+    value: object,
+    name: str,
+    problems: list[str],
+    *,
+    default: object = None,
+    instead: float = 1.0,
+    may_be_zero: bool = False,
 ) -> float:
     """Return a finite number above 0, or from 0 on; where the value is something else, ``instead``, and a
     problem that begins with ``name``."""
     value = default if value is None else value
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf and (value or may_be_zero):
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < math.inf
+        and (value or may_be_zero)
+    ):
         return float(value)
-    problems.append(f"{name} = {value!r}: a {'number of at least 0' if may_be_zero else 'positive number'} is needed")
+    problems.append(
+        f"{name} = {value!r}: a {'number of at least 0' if may_be_zero else 'positive number'} is needed"
+    )
     return instead
 
 

@@ -63,7 +63,10 @@ def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
     problems += [f"vision_config.{problem}" for problem in of_vision]
     if read["out_hidden_size"] != config.get("hidden_size"):
         width = config.get("hidden_size")
-        problems.append(f"vision_config.out_hidden_size = {read['out_hidden_size']}: the text needs its hidden_size = {width!r}")
+        problems.append(
+            f"vision_config.out_hidden_size = {read['out_hidden_size']}: the text needs its hidden_size = "
+            f"{width!r}"
+        )
     tokens = [config.get(key) for key in TOKENS]
     return VisionTower(
         layers=read["depth"],

@@ -25,13 +25,19 @@ def read_index(directory: Path) -> Metadata:
         with require_regular(path).open("rb") as file:
             index = unpickle(file, index_name, str(path))
     except FileNotFoundError as error:
-        raise ConversionError(f"{path} does not exist", "give the directory of a distributed checkpoint") from error
+        raise ConversionError(
+            f"{path} does not exist", "give the directory of a distributed checkpoint"
+        ) from error
     except ConversionError:
         raise
     except (OSError, *DAMAGED) as error:
-        raise ConversionError(f"{path} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again") from error
+        raise ConversionError(
+            f"{path} cannot be read ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+        ) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ConversionError(f"{path} is not the index of a checkpoint", "fetch or write the checkpoint again")
+        raise ConversionError(
+            f"{path} is not the index of a checkpoint", "fetch or write the checkpoint again"
+        )
     return index
 
 

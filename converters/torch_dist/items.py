@@ -90,7 +90,10 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for name in ("data.pkl", "byteorder"):
             # A description of gigabytes would be read into memory before anything could be checked.
-            if name in entries and (entries[name].file_size > _LARGEST_DESCRIPTION or entries[name].compress_type != zipfile.ZIP_STORED):
+            if name in entries and (
+                entries[name].file_size > _LARGEST_DESCRIPTION
+                or entries[name].compress_type != zipfile.ZIP_STORED
+            ):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
@@ -102,16 +105,22 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         raise
     except (zipfile.BadZipFile, OSError, struct.error, *DAMAGED) as error:
         raise ConversionError(
-            f"{what}: no serialised tensor at byte {offset} ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+            f"{what}: no serialised tensor at byte {offset} ({type(error).__name__}: {error})",
+            "fetch or write the checkpoint again",
         ) from error
     first = described.first * described.dtype.itemsize
     raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
     # torch writes neither; another writer's file would be read as noise.
     if storage.compress_type != zipfile.ZIP_STORED or order != sys.byteorder:
-        raise ConversionError(f"{what} is stored compressed or in another byte order", "save the checkpoint again")
+        raise ConversionError(
+            f"{what} is stored compressed or in another byte order", "save the checkpoint again"
+        )
     needed = first + raw.span * raw.dtype.itemsize
     if storage.file_size < needed:
-        raise ConversionError(f"{what}: {storage.file_size} bytes are stored, {needed} needed", "fetch or write the checkpoint again")
+        raise ConversionError(
+            f"{what}: {storage.file_size} bytes are stored, {needed} needed",
+            "fetch or write the checkpoint again",
+        )
     return raw
 
 
@@ -124,7 +133,9 @@ def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read ({error})", "fetch or write the checkpoint again") from error
+        raise ConversionError(
+            f"{path} cannot be read ({error})", "fetch or write the checkpoint again"
+        ) from error
     try:
         return read_raw(descriptor, find_tensor(descriptor, offset, length, what), None, what)
     finally:
@@ -161,7 +172,9 @@ class _Described:
     strides: tuple[int, ...]
 
 
-def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any) -> _Described:
+def _describe(
+    storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any
+) -> _Described:
     """Return what rebuilds a tensor; a dtype without a storage class of its own is among ``more``."""
     dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
@@ -194,7 +207,13 @@ class _Window(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, descriptor: int, offset: int, length: int, what: str) -> None:
-        self._descriptor, self._offset, self._length, self._position, self._what = descriptor, offset, length, 0, what
+        self._descriptor, self._offset, self._length, self._position, self._what = (
+            descriptor,
+            offset,
+            length,
+            0,
+            what,
+        )
 
     def seekable(self) -> bool:
         return True
@@ -213,9 +232,13 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         rest = max(0, self._length - self._position)
         try:
-            data = os.pread(self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position)
+            data = os.pread(
+                self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position
+            )
         # zipfile would take it for the end of what is no archive
         except (OSError, OverflowError) as error:
-            raise ConversionError(f"{self._what} cannot be read ({error})", "check the disk, or fetch the checkpoint again") from error
+            raise ConversionError(
+                f"{self._what} cannot be read ({error})", "check the disk, or fetch the checkpoint again"
+            ) from error
         self._position += len(data)
         return data

@@ -61,19 +61,28 @@ def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> St
         return StoredPlace(rule.megatron_name)
     layer, suffix = int(match.group(1)), match.group(2)
     if stacked:
-        return _place_in_layer("decoder.layers.", suffix, architecture, layer, (layer,), (architecture.num_layers,))
+        return _place_in_layer(
+            "decoder.layers.", suffix, architecture, layer, (layer,), (architecture.num_layers,)
+        )
     return _place_in_layer(f"decoder.layers.{layer}.", suffix, architecture, layer, (), ())
 
 
 def _place_in_layer(
-    prefix: str, suffix: str, architecture: Architecture, layer: int, index: tuple[int, ...], grid: tuple[int, ...]
+    prefix: str,
+    suffix: str,
+    architecture: Architecture,
+    layer: int,
+    index: tuple[int, ...],
+    grid: tuple[int, ...],
 ) -> StoredPlace:
     """Return the place of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
     expert = _EXPERT.fullmatch(suffix)
     if expert is not None:
         assert architecture.mixture is not None
         suffix = f"mlp.experts.experts.{expert.group(2)}"
-        return StoredPlace(prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts))
+        return StoredPlace(
+            prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts)
+        )
     fused = fused_norms(architecture.kind_of(layer))
     return StoredPlace(prefix + fused.get(suffix, suffix), index, grid)
 

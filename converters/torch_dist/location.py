@@ -36,14 +36,24 @@ def find_checkpoint(directory: Path) -> Path:
         # Megatron-LM writes iterations with seven digits, and more where they need more.
         found = directory / (named if named == "release" else f"iter_{named:0>7}")
         if not (named == "release" or named.isdigit()) or not found.is_dir():
-            raise ConversionError(f"{tracker} names {named!r}, which does not exist", "give the directory of the iteration itself")
+            raise ConversionError(
+                f"{tracker} names {named!r}, which does not exist",
+                "give the directory of the iteration itself",
+            )
         return find_checkpoint(found)
     for name in _INSIDE:
         if is_checkpoint(directory / name):
             return directory / name
-    iterations = sorted(path.name for path in directory.glob("iter_*") if _ITERATION.fullmatch(path.name)) if directory.is_dir() else []
+    iterations = (
+        sorted(path.name for path in directory.glob("iter_*") if _ITERATION.fullmatch(path.name))
+        if directory.is_dir()
+        else []
+    )
     if iterations:
-        raise ConversionError(f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}", "give the directory of one iteration")
+        raise ConversionError(
+            f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}",
+            "give the directory of one iteration",
+        )
     fix = "give the directory of a Megatron checkpoint"
     if (directory / "config.json").is_file():
         fix = f"it looks like a Hugging Face model, which import converts; else {fix}"

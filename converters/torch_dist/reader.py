@@ -84,13 +84,18 @@ class TorchDistCheckpoint:
                 if isinstance(entry, TensorStorageMetadata)
             }
             self.objects = tuple(key for key in index.state_dict_metadata if key not in self._tensors)
-            self._object_places = {place.fqn: where for place, where in index.storage_data.items() if place.fqn not in self._tensors}
+            self._object_places = {
+                place.fqn: where
+                for place, where in index.storage_data.items()
+                if place.fqn not in self._tensors
+            }
         except ConversionError:
             raise
         # a pickle may set any attribute to anything
         except DAMAGED as error:
             raise ConversionError(
-                f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
+                f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})",
+                "fetch or write the checkpoint again",
             ) from error
         names = set[str]()
         for stored in self._tensors.values():
@@ -99,7 +104,11 @@ class TorchDistCheckpoint:
         # Names come from a file that anybody may have written; none may lead out of the directory.
         problems = unusable_names(directory, names)
         if problems:
-            raise ConversionError(f"the index of {directory} names files that cannot be used", "fetch the checkpoint again", problems)
+            raise ConversionError(
+                f"the index of {directory} names files that cannot be used",
+                "fetch the checkpoint again",
+                problems,
+            )
         self._files = OpenFiles()
         self._found: dict[tuple[str, int], RawTensor] = {}
         self._lock = threading.Lock()
@@ -132,7 +141,9 @@ class TorchDistCheckpoint:
         if len(box) != len(stored.shape) or any(
             not 0 <= start <= stop <= size for (start, stop), size in zip(box, stored.shape, strict=True)
         ):
-            raise ConversionError(f"{key} has shape {list(stored.shape)}; there is no {box} in it", "read inside the tensor")
+            raise ConversionError(
+                f"{key} has shape {list(stored.shape)}; there is no {box} in it", "read inside the tensor"
+            )
         # By counting elements: pieces were checked not to overlap, so that as many as the box has are all of
         # them.
         pieces = self._pieces(stored, box)
@@ -160,7 +171,9 @@ class TorchDistCheckpoint:
         """
         place = self._object_places.get(key)
         if place is None or unusable_names(self.directory, [str(place.relative_path)]):
-            raise ConversionError(f"{self.directory} has no object {key!r}", "check that the checkpoint is complete")
+            raise ConversionError(
+                f"{self.directory} has no object {key!r}", "check that the checkpoint is complete"
+            )
         path, content = self.directory / str(place.relative_path), bytearray(place.length)
         with self._files.use(path) as descriptor:
             read_bytes(descriptor, place.offset, memoryview(content), f"{key} in {path}")
@@ -171,7 +184,11 @@ class TorchDistCheckpoint:
         return _missing(box, self._pieces(self._entry(key), box)) == 0
 
     def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
-        return [(common, chunk) for chunk in self._candidates(stored, box) if (common := intersection(box, chunk.box)) is not None]
+        return [
+            (common, chunk)
+            for chunk in self._candidates(stored, box)
+            if (common := intersection(box, chunk.box)) is not None
+        ]
 
     def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:
         leading = box[: stored.leading]
@@ -192,11 +209,14 @@ class TorchDistCheckpoint:
         with self._lock:
             raw = self._found.get(place)
         if raw is None:
-            raw = find_tensor(descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}")
+            raw = find_tensor(
+                descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}"
+            )
             # The index and the files may be of two saves into one directory.
             if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
                 raise ConversionError(
-                    f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has {raw.dtype} {list(raw.shape)}",
+                    f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has "
+                    f"{raw.dtype} {list(raw.shape)}",
                     "index and files do not belong together; fetch or write the checkpoint again",
                 )
             with self._lock:
@@ -205,7 +225,10 @@ class TorchDistCheckpoint:
 
     def _entry(self, key: str) -> _Stored:
         if key not in self._tensors:
-            raise ConversionError(f"{self.directory} has no tensor {key!r}", "check that the checkpoint is complete and of this family")
+            raise ConversionError(
+                f"{self.directory} has no tensor {key!r}",
+                "check that the checkpoint is complete and of this family",
+            )
         return self._tensors[key]
 
 
@@ -216,32 +239,48 @@ def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
 
 def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -> _Stored:
     shape = tuple(entry.size)
-    if not isinstance(key, str) or not isinstance(entry.properties.dtype, torch.dtype) or not _are_sizes(shape):
+    if (
+        not isinstance(key, str)
+        or not isinstance(entry.properties.dtype, torch.dtype)
+        or not _are_sizes(shape)
+    ):
         raise ValueError(f"{key!r} of shape {shape}")
     chunks = []
     for number, described in enumerate(entry.chunks):
         # an index that names the chunk by its number as well is equal to one that does not
-        place = places.get(MetadataIndex(key, described.offsets)) or places.get(MetadataIndex(key, described.offsets, number))
+        place = places.get(MetadataIndex(key, described.offsets)) or places.get(
+            MetadataIndex(key, described.offsets, number)
+        )
         if place is None:
             raise ConversionError(
-                f"the index says of no file that it holds {key} at {list(described.offsets)}", "write the checkpoint again"
+                f"the index says of no file that it holds {key} at {list(described.offsets)}",
+                "write the checkpoint again",
             )
         if getattr(place, "transform_descriptors", None):
-            raise ConversionError(f"{key} is stored with {place.transform_descriptors}", "save the checkpoint without compression")
+            raise ConversionError(
+                f"{key} is stored with {place.transform_descriptors}",
+                "save the checkpoint without compression",
+            )
         if not _are_sizes((*described.offsets, *described.sizes, place.offset, place.length)):
             raise ValueError(f"a piece of {key!r} at {described.offsets}")
-        box = tuple((first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True))
+        box = tuple(
+            (first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True)
+        )
         chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
     # Axes along which every chunk has one index, as stacked layers and experts: a chunk is found by these.
     leading = 0
-    while leading < len(shape) - 1 and all(chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks):
+    while leading < len(shape) - 1 and all(
+        chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks
+    ):
         leading += 1
     by_place: defaultdict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_place[tuple(start for start, _ in chunk.box[:leading])].append(chunk)
     for group in by_place.values():
         _check_apart(key, shape, [chunk.box for chunk in group])
-    return _Stored(shape, entry.properties.dtype, leading, {place: tuple(group) for place, group in by_place.items()})
+    return _Stored(
+        shape, entry.properties.dtype, leading, {place: tuple(group) for place, group in by_place.items()}
+    )
 
 
 def _are_sizes(values: tuple[Any, ...]) -> bool:
@@ -255,7 +294,8 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     overlapping = next(_overlapping(boxes), None)
     if outside or overlapping:
         raise ConversionError(
-            f"the index gives {key} {list(shape)} pieces that " + (f"overlap: {overlapping}" if overlapping else f"leave it: {outside[0]}"),
+            f"the index gives {key} {list(shape)} pieces that "
+            + (f"overlap: {overlapping}" if overlapping else f"leave it: {outside[0]}"),
             "the index is damaged; fetch or write the checkpoint again",
         )
 

@@ -28,7 +28,12 @@ from converters.torch_dist.location import INDEX_FILE
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
-_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +85,18 @@ class ItemFile:
         """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all of its dimensions."""
         begin = self._file.tell()
         _save(tensor, self._file)
-        self.items.append(StoredItem(key, offsets, tuple(tensor.shape), self._name, begin, self._file.tell() - begin))
+        self.items.append(
+            StoredItem(key, offsets, tuple(tensor.shape), self._name, begin, self._file.tell() - begin)
+        )
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
 
 
-def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]) -> None:
+def finish_checkpoint(
+    directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]
+) -> None:
     """Write what makes item files a checkpoint: the index, the empty objects, ``metadata.json`` and
     ``common.pt``.
 
@@ -102,10 +111,16 @@ def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: I
     for item in items:
         # one object for equal names: pickle writes a name that it has met as a reference to it
         key, file_name = sys.intern(item.key), sys.intern(item.file)
-        chunks.setdefault(key, []).append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-        places[MetadataIndex(key, torch.Size(item.offsets))] = _StorageInfo(file_name, item.begin, item.length)
+        chunks.setdefault(key, []).append(
+            ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
+        )
+        places[MetadataIndex(key, torch.Size(item.offsets))] = _StorageInfo(
+            file_name, item.begin, item.length
+        )
     entries: dict[str, Any] = {
-        sys.intern(tensor.key): TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks[tensor.key])
+        sys.intern(tensor.key): TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks[tensor.key]
+        )
         for tensor in tensors
     }
     with (directory / OBJECTS_FILE).open("wb") as file:

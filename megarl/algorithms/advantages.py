@@ -1,4 +1,5 @@
-"""Advantages: how much better an answer, or a token of it, is than others; of all samples of a step at once, so on the driver."""
+"""Advantages: how much better an answer, or a token of it, is than others; of all samples of a step at once,
+so on the driver."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ def calculate_baseline_and_std_per_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the rewards that answers to the same prompt got.
 
-    Rows with equal prompts form a group. Only valid rows count. With ``leave_one_out_baseline`` a row's own reward is left out of its
-    baseline and deviation, which makes the baseline independent of the row's action (Kool et al., "Buy 4 REINFORCE samples, get a
-    baseline for free!", 2019). A row that no other (leave-one-out) or no (plain mean) valid row can be compared with gets its own reward
-    as the baseline, so that its advantage is 0, and deviation 0.
+    Rows with equal prompts form a group. Only valid rows count. With ``leave_one_out_baseline`` a row's own
+    reward is left out of its baseline and deviation, which makes the baseline independent of the row's action
+    (Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019). A row that no other
+    (leave-one-out) or no (plain mean) valid row can be compared with gets its own reward as the baseline, so
+    that its advantage is 0, and deviation 0.
 
     Args:
         prompts: [B, P] int, padded alike within a group.
@@ -47,11 +49,16 @@ def calculate_baseline_and_std_per_prompt(
     Raises:
         BatchError: the shapes do not fit.
     """
-    return _baseline_and_std(_groups(prompts, rewards, valid_mask), rewards, valid_mask, leave_one_out_baseline)
+    return _baseline_and_std(
+        _groups(prompts, rewards, valid_mask), rewards, valid_mask, leave_one_out_baseline
+    )
 
 
-def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool) -> tuple[Tensor, Tensor]:
-    """Calculate as ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B] int64."""
+def _baseline_and_std(
+    group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool
+) -> tuple[Tensor, Tensor]:
+    """Calculate as ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B]
+    int64."""
     # float64 throughout: differences of nearly equal rewards are what is divided by.
     valid = (valid_mask != 0).double()
     # where and no product: the reward of an invalid row may be NaN.
@@ -61,7 +68,9 @@ def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_
     # Sums of squares of centred values keep the digits that squares of large rewards would lose.
     centre = _group_sums(values, group) / count.clamp(min=1)
     centred = (values - centre) * valid
-    own_count, own = (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
+    own_count, own = (
+        (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
+    )
     others = count - own_count
     mean = (_group_sums(centred, group) - own) / others.clamp(min=1)
     mean_square = (_group_sums(centred.square(), group) - own.square()) / others.clamp(min=1)
@@ -80,11 +89,13 @@ def group_advantages(
     normalize_rewards: bool,
     std: Literal["population", "sample"] = "population",
 ) -> Tensor:
-    """Reward minus the group's baseline, [B], optionally divided by the group's standard deviation (GRPO, arXiv 2402.03300).
+    """Reward minus the group's baseline, [B], optionally divided by the group's standard deviation (GRPO,
+    arXiv 2402.03300).
 
-    The deviation is that of the whole group even when the baseline leaves the row out: with n answers no advantage then exceeds
-    n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree. Groups that agree entirely, but for rounding, and
-    invalid rows get 0. ``std`` divides the squares by n (``population``) or by n - 1 (``sample``).
+    The deviation is that of the whole group even when the baseline leaves the row out: with n answers no
+    advantage then exceeds n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree.
+    Groups that agree entirely, but for rounding, and invalid rows get 0. ``std`` divides the squares by n
+    (``population``) or by n - 1 (``sample``).
     """
     group = _groups(prompts, rewards, valid_mask)
     baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
@@ -103,16 +114,19 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator of advantages reads: all samples of a step, B answers of S positions with their prompts.
+    """What an estimator of advantages reads: all samples of a step, B answers of S positions with their
+    prompts.
 
     Attributes:
-        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of an estimator of one's own.
+        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of an estimator of
+            one's own.
         groups: [B] int64, the same number for answers to the same prompt.
         rewards: [B] float.
         compared: [B], 1 for answers that others of their group are compared with.
         mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in answers that count.
         penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
-        parts: [B] float of each of several rewards by name, without its weight; NaN for an answer that has no such reward.
+        parts: [B] float of each of several rewards by name, without its weight; NaN for an answer that has no
+            such reward.
         weights: of the parts, by name.
     """
 
@@ -143,12 +157,14 @@ def estimated_advantages(
     reward_weights: Mapping[str, float] | None = None,
     estimator: Estimator | None = None,
 ) -> Tensor:
-    """Advantages of a step's samples, [B, 1], or where those of tokens differ [B, S], in the dtype of the rewards; 0 where nothing counts.
+    """Advantages of a step's samples, [B, 1], or where those of tokens differ [B, S], in the dtype of the
+    rewards; 0 where nothing counts.
 
     Args:
         settings: a ``GRPOConfig``: ``adv_estimator`` and what it reads.
         samples: all samples of the step, see ``megarl.rollout.collector.Rollouts``.
-        sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in the groups alone.
+        sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in
+            the groups alone.
         token_penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
         reward_weights: of the parts of the reward, ``reward/NAME``, by name.
         estimator: that ``settings`` name, where it has been loaded already.
@@ -171,7 +187,9 @@ def estimated_advantages(
     estimate = estimator or estimator_of(name)
     found = estimate(inputs) if name in ESTIMATORS else _checked(estimate(_copied(inputs)), inputs, name)
     by_token = found.unsqueeze(1) if found.ndim == 1 else found
-    return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(inputs.rewards.dtype)
+    return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(
+        inputs.rewards.dtype
+    )
 
 
 def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
@@ -190,31 +208,51 @@ def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
-    """What an estimator of the user's own returned, 0 where nothing is trained on, when it is what it has to be."""
+    """What an estimator of the user's own returned, 0 where nothing is trained on, when it is what it has to
+    be."""
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise BatchError(f"{name} returned {kind}. Fix: return advantages of answers {list(shapes[0])} or of tokens {list(shapes[1])}")
+        raise BatchError(
+            f"{name} returned {kind}. Fix: return advantages of answers {list(shapes[0])} or of tokens "
+            f"{list(shapes[1])}"
+        )
     if found.is_complex() or found.layout is not torch.strided:
-        raise BatchError(f"{name} returned a tensor of {found.dtype} and {found.layout}. Fix: return dense real numbers")
+        raise BatchError(
+            f"{name} returned a tensor of {found.dtype} and {found.layout}. Fix: return dense real numbers"
+        )
     # in the dtype that is trained with, in which they may overflow
     found = found.detach().to(inputs.rewards.dtype)
     counts = inputs.mask.any(dim=1) if found.ndim == 1 else inputs.mask != 0
     wrong = int((counts & ~found.isfinite()).sum())
     if wrong:
-        raise BatchError(f"{name} returned {wrong} advantages that are not finite. Nothing was trained on them. Fix: return finite numbers")
+        raise BatchError(
+            f"{name} returned {wrong} advantages that are not finite. Nothing was trained on them. Fix: "
+            "return finite numbers"
+        )
     return torch.where(counts, found, 0.0)
 
 
 def _grpo(inputs: AdvantageInputs) -> Tensor:
     settings = inputs.settings
     leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
-    return group_advantages(inputs.groups.unsqueeze(1), inputs.net_rewards, inputs.compared, leave_one_out, normalize, settings["std"])
+    return group_advantages(
+        inputs.groups.unsqueeze(1),
+        inputs.net_rewards,
+        inputs.compared,
+        leave_one_out,
+        normalize,
+        settings["std"],
+    )
 
 
 def _rloo(inputs: AdvantageInputs) -> Tensor:
     return group_advantages(
-        inputs.groups.unsqueeze(1), inputs.net_rewards, inputs.compared, leave_one_out_baseline=True, normalize_rewards=False
+        inputs.groups.unsqueeze(1),
+        inputs.net_rewards,
+        inputs.compared,
+        leave_one_out_baseline=True,
+        normalize_rewards=False,
     )
 
 
@@ -222,14 +260,22 @@ def _gdpo(inputs: AdvantageInputs) -> Tensor:
     settings = inputs.settings
     leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
     found = gdpo_advantages(
-        inputs.groups.unsqueeze(1), inputs.parts, inputs.weights, inputs.compared, leave_one_out, normalize, settings["std"]
+        inputs.groups.unsqueeze(1),
+        inputs.parts,
+        inputs.weights,
+        inputs.compared,
+        leave_one_out,
+        normalize,
+        settings["std"],
     )
     return found.to(inputs.rewards.dtype)
 
 
 def _reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
     compared = inputs.compared if inputs.settings["adv_estimator"]["minus_baseline"] else None
-    return reinforce_plus_plus_advantages(inputs.groups.unsqueeze(1), inputs.rewards, inputs.mask, compared, inputs.penalties)
+    return reinforce_plus_plus_advantages(
+        inputs.groups.unsqueeze(1), inputs.rewards, inputs.mask, compared, inputs.penalties
+    )
 
 
 _ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
@@ -248,8 +294,9 @@ def gdpo_advantages(
 ) -> Tensor:
     """Advantages [B] of several rewards, each compared within the group by itself (GDPO, arXiv 2601.05242).
 
-    The advantages of each reward (``group_advantages``) are added up, each times its weight, and the sum is whitened over all valid rows.
-    Rewards of different sizes, or one that all answers to a prompt have alike, then hide none of the others.
+    The advantages of each reward (``group_advantages``) are added up, each times its weight, and the sum is
+    whitened over all valid rows. Rewards of different sizes, or one that all answers to a prompt have alike,
+    then hide none of the others.
 
     Args:
         prompts: [B, P] int, padded alike within a group.
@@ -263,23 +310,32 @@ def gdpo_advantages(
     """
     if len(parts) < 2:
         bound = "GDPO compares each of several rewards by itself, and the samples have"
-        raise BatchError(f"{bound} {sorted(parts) or 'none'}. Fix: name several under env.rewards, or take another adv_estimator")
+        raise BatchError(
+            f"{bound} {sorted(parts) or 'none'}. Fix: name several under env.rewards, or take another "
+            "adv_estimator"
+        )
     total = torch.zeros_like(valid_mask, dtype=torch.float64)
     for name, rewards in parts.items():
         has_part = (valid_mask != 0) & ~rewards.isnan()
         known = torch.where(has_part, rewards, 0.0).double()
-        compared = group_advantages(prompts, known, has_part.double(), leave_one_out_baseline, normalize_rewards, std)
+        compared = group_advantages(
+            prompts, known, has_part.double(), leave_one_out_baseline, normalize_rewards, std
+        )
         total += weights.get(name, 1.0) * compared
     return whitened(total, valid_mask)
 
 
 def reinforce_plus_plus_advantages(
-    prompts: Tensor, rewards: Tensor, mask: Tensor, compared: Tensor | None = None, token_penalties: Tensor | None = None
+    prompts: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    compared: Tensor | None = None,
+    token_penalties: Tensor | None = None,
 ) -> Tensor:
     """Advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
 
-    The return of a token is the reward of its answer minus the penalties of this and all later tokens that count. All returns are
-    whitened together, over the valid tokens of all rows given.
+    The return of a token is the reward of its answer minus the penalties of this and all later tokens that
+    count. All returns are whitened together, over the valid tokens of all rows given.
 
     Args:
         prompts: [B, P] int, padded alike within a group; read with ``compared`` alone.
@@ -287,12 +343,18 @@ def reinforce_plus_plus_advantages(
         mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
         compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first
             (REINFORCE++-baseline); these may be more than are trained on. None for no baseline.
-        token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none. Read under the mask alone.
+        token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none.
+            Read under the mask alone.
     """
     counts = mask != 0
     values = rewards.double()
     if compared is not None:
-        values = values - _baseline_and_std(_groups(prompts, values, compared), values, compared, leave_one_out_baseline=False)[0]
+        values = (
+            values
+            - _baseline_and_std(
+                _groups(prompts, values, compared), values, compared, leave_one_out_baseline=False
+            )[0]
+        )
     values = torch.where(counts.any(dim=1), values, 0.0)
     returns = values[:, None].expand(mask.shape)
     if token_penalties is not None:
@@ -302,12 +364,19 @@ def reinforce_plus_plus_advantages(
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, gae_lambda: float, after_end: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    discount: float,
+    gae_lambda: float,
+    after_end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv 1506.02438, equation 16).
+    """Advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv
+    1506.02438, equation 16).
 
-    A row's tokens that count follow one another, whatever stands between them (what an environment said is no action). For the k-th of
-    them, with its reward r and the value v of the state before it::
+    A row's tokens that count follow one another, whatever stands between them (what an environment said is no
+    action). For the k-th of them, with its reward r and the value v of the state before it::
 
         d_k = r_k + discount v_{k+1} - v_k
         A_k = d_k + discount gae_lambda A_{k+1},  0 behind the last one
@@ -318,7 +387,8 @@ def generalized_advantages(
         values: [B, S] float, column t of the state before token t (``values_before``).
         mask: [B, S], not 0 for tokens that the policy sampled, in valid rows.
         discount, gae_lambda: in [0, 1].
-        after_end: [B] float, the value of the state behind the last token, for rows that were cut off; None for 0.
+        after_end: [B] float, the value of the state behind the last token, for rows that were cut off; None
+            for 0.
 
     Returns:
         Advantages and returns; 0 where nothing counts.
@@ -338,7 +408,8 @@ def generalized_advantages(
 
 
 def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | None = None) -> Tensor:
-    """[B, S] float64: the reward of an answer at the last of its tokens that count, less each token's own penalty; 0 elsewhere.
+    """[B, S] float64: the reward of an answer at the last of its tokens that count, less each token's own
+    penalty; 0 elsewhere.
 
     Args:
         rewards: [B] float, read in rows in which something counts.
@@ -352,8 +423,9 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | N
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is always right, 0 for one that knows
-    their mean alone; 0 too where all returns are alike, and there is nothing to explain."""
+    """1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is always
+    right, 0 for one that knows their mean alone; 0 too where all returns are alike, and there is nothing to
+    explain."""
     counts = mask != 0
     found, said = returns[counts].double(), values[counts].double()
     if not len(found) or agree(found):
@@ -362,7 +434,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def values_before(values: Tensor) -> Tensor:
-    """[B, S]: column t is the value of the state before token t, from what a model says at each token, [B, S]; column 0 is 0."""
+    """[B, S]: column t is the value of the state before token t, from what a model says at each token, [B,
+    S]; column 0 is 0."""
     return torch.nn.functional.pad(values[:, :-1], (1, 0))
 
 
@@ -374,8 +447,8 @@ def _to_the_end(penalties: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """Values under a mask minus their mean, divided by their population deviation, in float64; 0 elsewhere.
 
-    Mean and deviation are those of all values given: whoever has a share of a batch only gets something else. Values that differ by
-    rounding alone give 0.
+    Mean and deviation are those of all values given: whoever has a share of a batch only gets something else.
+    Values that differ by rounding alone give 0.
 
     Args:
         values: any shape, float; read under the mask alone.
@@ -397,7 +470,8 @@ def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor
 
 
 def agree(values: Tensor) -> bool:
-    """Whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has an advantage."""
+    """Whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has an
+    advantage."""
     values = values.double()
     return bool(_agreed(values.std(correction=0), values.mean()))
 
@@ -408,10 +482,12 @@ def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
 
 
 def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
-    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that do not fit raise BatchError."""
+    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that do not
+    fit raise BatchError."""
     if prompts.ndim != 2 or rewards.shape != prompts.shape[:1] or valid_mask.shape != rewards.shape:
         raise BatchError(
-            f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask {list(valid_mask.shape)} "
+            f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask "
+            f"{list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
     if prompts.numel() == 0:

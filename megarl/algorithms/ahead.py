@@ -71,8 +71,10 @@ class HeldEngines:
         if self.refit.generation.is_alive():
             raise error
         raise WorkerLostError(
-            f"engines were lost while they sampled beside training, and the weights that they had are gone: {error}\nFix: go on from the "
-            "newest checkpoint: start the run again, or write cluster.max_restarts: 3, with which it does so itself"
+            "engines were lost while they sampled beside training, and the weights that they had are gone: "
+            f"{error}\nFix: go on from the "
+            "newest checkpoint: start the run again, or write cluster.max_restarts: 3, with which it does "
+            "so itself"
         ) from error
 
 

@@ -1,8 +1,9 @@
 """Algorithms: what one is, what it is made of, and the roles that models play in it.
 
-An algorithm is one file: a class with its configuration sections, what it needs, and how a step goes. The built-in ones are listed in
-``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs one of a user's own. A configuration is checked by what the class
-says, and that loads neither torch nor Ray: such a file imports them where it uses them.
+An algorithm is one file: a class with its configuration sections, what it needs, and how a step goes. The
+built-in ones are listed in ``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs one of a
+user's own. A configuration is checked by what the class says, and that loads neither torch nor Ray: such a
+file imports them where it uses them.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Parts:
         timer: told the phases of a step.
         skipped: trains, and keeps batches that could not be trained on.
         sample_log: keeps samples for people to read; None for none.
-        turns: whose turn it is on the devices. A step of a run with several models takes the turn of a model before it calls it, and that
-            of the actor before samples are collected.
+        turns: whose turn it is on the devices. A step of a run with several models takes the turn of a model
+            before it calls it, and that of the actor before samples are collected.
         last_step: number of the last step; None where it is not known.
     """
 
@@ -82,7 +83,8 @@ class Algorithm(AlgorithmSpec, ABC):
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples) among them."""
+        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples)
+        among them."""
 
     def is_warming_up(self, step: int) -> bool:
         """Return whether ``step`` is one of the first, which lack some metrics of the others."""

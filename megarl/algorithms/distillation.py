@@ -1,5 +1,5 @@
-"""On-policy distillation: the policy samples, and learns to give what it sampled the probability that a teacher gives it (GKD, arXiv
-2306.13649; MOPD, arXiv 2601.02780)."""
+"""On-policy distillation: the policy samples, and learns to give what it sampled the probability that a
+teacher gives it (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
 
 from __future__ import annotations
 
@@ -26,41 +26,58 @@ REVERSE_KL = "reverse_kl_advantage"
 
 
 class DistillationConfig(SampledConfig, DistillationLossConfig):
-    """On-policy distillation. ``teacher``, or one of ``teachers``, says what the policy learns from. ``loss_fn`` is the loss of
-    `reverse_kl_advantage` alone."""
+    """On-policy distillation. ``teacher``, or one of ``teachers``, says what the policy learns from.
+    ``loss_fn`` is the loss of `reverse_kl_advantage` alone."""
 
     mode: NotRequired[
         Annotated[
             Literal["topk", "reverse_kl_advantage"],
             Key(
-                "`topk`: the divergence from the teacher over its ``topk_logits_k`` most likely tokens is the loss; "
-                "`reverse_kl_advantage`: how much more likely each sampled token is by the teacher is its advantage in a policy gradient.",
+                "`topk`: the divergence from the teacher over its ``topk_logits_k`` most likely tokens is "
+                "the loss; "
+                "`reverse_kl_advantage`: how much more likely each sampled token is by the teacher is its "
+                "advantage in a policy gradient.",
                 default="topk",
             ),
         ]
     ]
-    topk_logits_k: NotRequired[Annotated[int, Key("tokens of the teacher that the divergence goes over (`topk`).", AT_LEAST_1, default=64)]]
+    topk_logits_k: NotRequired[
+        Annotated[
+            int, Key("tokens of the teacher that the divergence goes over (`topk`).", AT_LEAST_1, default=64)
+        ]
+    ]
     advantage_clip_low: NotRequired[
-        Annotated[float | None, Key("lower clip of advantages (`reverse_kl_advantage`), or null.", Range(high=0), default=None)]
+        Annotated[
+            float | None,
+            Key("lower clip of advantages (`reverse_kl_advantage`), or null.", Range(high=0), default=None),
+        ]
     ]
     advantage_clip_high: NotRequired[
-        Annotated[float | None, Key("upper clip of advantages (`reverse_kl_advantage`), or null.", AT_LEAST_0, default=None)]
+        Annotated[
+            float | None,
+            Key("upper clip of advantages (`reverse_kl_advantage`), or null.", AT_LEAST_0, default=None),
+        ]
     ]
     teacher_of_source: NotRequired[
         Annotated[
             dict[str, str] | None,
             Key(
-                "with ``teachers``, the name of the teacher of each source of ``data.train``, by the source's ``env_name`` where it has "
-                "one, else by the end of its ``name``, or the file name of its ``path`` without its ending; null for an only teacher.",
+                "with ``teachers``, the name of the teacher of each source of ``data.train``, by the "
+                "source's ``env_name`` where it has "
+                "one, else by the end of its ``name``, or the file name of its ``path`` without its ending; "
+                "null for an only teacher.",
                 default=None,
             ),
         ]
     ]
-    num_generations_per_prompt: NotRequired[Annotated[int, Key("responses sampled per prompt.", AT_LEAST_1, default=1)]]
+    num_generations_per_prompt: NotRequired[
+        Annotated[int, Key("responses sampled per prompt.", AT_LEAST_1, default=1)]
+    ]
 
 
 class Distillation(Sampled):
-    """One step samples responses, asks the teacher of each about its tokens, and trains on them. Rewards are only measured."""
+    """One step samples responses, asks the teacher of each about its tokens, and trains on them. Rewards are
+    only measured."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"distillation": DistillationConfig, "env": EnvConfig, "loss_fn": ClippedPGLossConfig}
@@ -69,9 +86,14 @@ class Distillation(Sampled):
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             TEACHER: ModelSection(
-                "the only teacher of a distillation: the keys of ``policy``, of which absent ones are as there.", is_optional=True
+                "the only teacher of a distillation: the keys of ``policy``, of which absent ones are as "
+                "there.",
+                is_optional=True,
             ),
-            TEACHERS: ModelSection("several teachers of a distillation, by name: each has the keys of ``policy``, likewise.", by_name=True),
+            TEACHERS: ModelSection(
+                "several teachers of a distillation, by name: each has the keys of ``policy``, likewise.",
+                by_name=True,
+            ),
         }
     )
     PROMPTS = "distillation.num_prompts_per_step"
@@ -85,7 +107,9 @@ class Distillation(Sampled):
 
         own: DistillationConfig = at(parts.config, self.section())
         self.is_topk = own["mode"] == TOPK
-        super().__init__(parts, DistillationLossFn(own) if self.is_topk else policy_loss(parts.config["loss_fn"]))
+        super().__init__(
+            parts, DistillationLossFn(own) if self.is_topk else policy_loss(parts.config["loss_fn"])
+        )
         self.teachers = {role.section.rpartition(".")[2]: role for role in _teacher_roles(parts.config)}
         self.teacher_of_source = teachers_of_sources(parts.config)
 
@@ -107,7 +131,11 @@ class Distillation(Sampled):
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
-        apart = (teacher_logprobs - batch["generation_logprobs"]) * batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        apart = (
+            (teacher_logprobs - batch["generation_logprobs"])
+            * batch["token_mask"]
+            * batch["sample_mask"].unsqueeze(1)
+        )
         if not self.is_topk:
             batch["advantages"], of_advantages = self.advantages(batch, teacher_logprobs)
             of_pass |= of_advantages
@@ -133,28 +161,33 @@ class Distillation(Sampled):
         return add_metrics(own, [rollouts.metrics])
 
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """What the loss reads that is the policy's own, and metrics of it: for a policy gradient the log-probabilities of the policy before
-        the update, and of the reference where it is needed."""
+        """What the loss reads that is the policy's own, and metrics of it: for a policy gradient the
+        log-probabilities of the policy before the update, and of the reference where it is needed."""
         from megarl.rollout.samples import mismatch_metrics
 
         if self.is_topk:
             return self.batch_of(samples, previous=False, reference=False), {}
-        batch = self.batch_of(samples, previous=True, reference=bool(self.run_config["loss_fn"]["reference_policy_kl_penalty"]))
+        batch = self.batch_of(
+            samples, previous=True, reference=bool(self.run_config["loss_fn"]["reference_policy_kl_penalty"])
+        )
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 
     def _rows_of_teachers(self, records: list[int]) -> Iterator[tuple[str, list[int]]]:
         """The rows of each teacher that has some, in the order of the teachers."""
         ends = [source.end for source in self.train_data.sources]
-        names = [self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)] for record in records]
+        names = [
+            self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)]
+            for record in records
+        ]
         for name in self.teachers:
             rows = [row for row, other in enumerate(names) if other == name]
             if rows:
                 yield name, rows
 
     def _ask_teachers(self, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]) -> Tensor:
-        """[B, S] float32, the teachers' log-probabilities of the tokens; 0 at those that do not count. Adds to the batch what they say of
-        others."""
+        """[B, S] float32, the teachers' log-probabilities of the tokens; 0 at those that do not count. Adds
+        to the batch what they say of others."""
         import torch
 
         from megarl.algorithms.distillation_loss import TOPK_INDICES, TOPK_LOGITS
@@ -173,7 +206,9 @@ class Distillation(Sampled):
                 found: BatchedDataDict[Any]
                 if self.is_topk:
                     size = self.policy.vocab_size
-                    found = teacher.get_topk_logits(asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size)
+                    found = teacher.get_topk_logits(
+                        asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size
+                    )
                 else:
                     found = teacher.get_logprobs(asked, skip_masked=True)
                 for key, values in found.items():
@@ -183,31 +218,43 @@ class Distillation(Sampled):
             batch[TOPK_LOGITS], batch[TOPK_INDICES] = columns["topk_logits"], columns["topk_indices"]
         return columns["logprobs"]
 
-    def advantages(self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """[B, S] float32, log p_teacher - log p_policy of each token that counts, within their bounds (MOPD, equation 8); and their
-        extremes. They are numbers: nothing of the policy's gradient goes through them."""
+    def advantages(
+        self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """[B, S] float32, log p_teacher - log p_policy of each token that counts, within their bounds (MOPD,
+        equation 8); and their extremes. They are numbers: nothing of the policy's gradient goes through
+        them."""
         from megarl.algorithms.advantages import clipped
 
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         apart = ((teacher_logprobs - batch["prev_logprobs"]) * counts).detach()
         advantages = clipped(apart, self.config["advantage_clip_low"], self.config["advantage_clip_high"])
-        return advantages, {"advantages_min": float(advantages.min()), "advantages_max": float(advantages.max())}
+        return advantages, {
+            "advantages_min": float(advantages.min()),
+            "advantages_max": float(advantages.max()),
+        }
 
 
 def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
     if at(config, TEACHER) is not None:
         return (Role(TEACHER, None, section=TEACHER),)
-    return tuple(Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {})
+    return tuple(
+        Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {}
+    )
 
 
-def _divergences(apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]) -> dict[str, float]:
-    """``sampled_reverse_kl``, the mean over the sampled tokens of log p_policy - log p_teacher, which estimates KL(policy || teacher) a
-    token; of several teachers also that of each."""
+def _divergences(
+    apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]
+) -> dict[str, float]:
+    """``sampled_reverse_kl``, the mean over the sampled tokens of log p_policy - log p_teacher, which
+    estimates KL(policy || teacher) a token; of several teachers also that of each."""
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
     def mean(rows: Any) -> float:
         return float(apart[rows].double().sum() / counts[rows].double().sum().clamp(min=1))
 
     name = "sampled_reverse_kl"
-    of_each = {f"{name}/{teacher}": mean(rows) for teacher, rows in rows_of.items()} if len(rows_of) > 1 else {}
+    of_each = (
+        {f"{name}/{teacher}": mean(rows) for teacher, rows in rows_of.items()} if len(rows_of) > 1 else {}
+    )
     return {name: mean(slice(None)), **of_each}

@@ -1,4 +1,5 @@
-"""The loss of distillation: the divergence of a policy from a teacher, over the teacher's most likely tokens."""
+"""The loss of distillation: the divergence of a policy from a teacher, over the teacher's most likely
+tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 TOPK_LOGITS, TOPK_INDICES = "teacher_topk_logits", "teacher_topk_indices"
 
 _LEAST_REST = 16
-"""Probability of all other tokens that is told from 0, in units of the last place of 1: what a sum of rounded probabilities may be off."""
+"""Probability of all other tokens that is told from 0, in units of the last place of 1: what a sum of rounded
+probabilities may be off."""
 
 
 class DistillationLossDataDict(TypedDict):
-    """What ``DistillationLossFn`` reads: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as ``Policy.get_topk_logits`` of
-    the teacher gives them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
+    """What ``DistillationLossFn`` reads: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as
+    ``Policy.get_topk_logits`` of the teacher gives them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
 
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
@@ -38,10 +40,11 @@ class DistillationLossDataDict(TypedDict):
 
 
 class DistillationLossFn:
-    """Divergence between the teacher's distribution of a token, p, and the policy's, q, in front of tokens that the policy sampled (GKD,
-    arXiv 2306.13649, on samples of the policy alone).
+    """Divergence between the teacher's distribution of a token, p, and the policy's, q, in front of tokens
+    that the policy sampled (GKD, arXiv 2306.13649, on samples of the policy alone).
 
-    With T the teacher's K most likely tokens, over the distributions P and Q that ``outside_topk`` makes of p and q::
+    With T the teacher's K most likely tokens, over the distributions P and Q that ``outside_topk`` makes of p
+    and q::
 
         rest           P = (p_v for v in T, 1 - sum over T of p_v), and Q of q alike
         renormalize    P = p_v / sum over T of p, Q = q_v / sum over T of q, for v in T
@@ -50,16 +53,18 @@ class DistillationLossFn:
         reverse        KL(Q || P) = sum Q (log Q - log P)
         mixed          mixed_kl_weight forward + (1 - mixed_kl_weight) reverse
 
-    With ``rest`` all other tokens are one outcome. By the log-sum inequality the divergence is at most that over the vocabulary, grows with
-    K and is that for K = vocabulary; its gradient also moves probability into T and out of it. That probability is the difference of 1 and
-    a sum, known to about 1e-6 in float32, and what is less counts as that much, with no gradient. With ``renormalize`` the divergence is
-    that of what is drawn given that it is in T, and has no gradient on how probable T itself is.
+    With ``rest`` all other tokens are one outcome. By the log-sum inequality the divergence is at most that
+    over the vocabulary, grows with K and is that for K = vocabulary; its gradient also moves probability into
+    T and out of it. That probability is the difference of 1 and a sum, known to about 1e-6 in float32, and
+    what is less counts as that much, with no gradient. With ``renormalize`` the divergence is that of what is
+    drawn given that it is in T, and has no gradient on how probable T itself is.
 
-    The loss is the mean over the valid tokens of the global batch. The tokens count as given, as in supervised learning: their dependence
-    on the policy has no gradient here (as in GKD). Both distributions are of one temperature, that of the policy's sampling.
+    The loss is the mean over the valid tokens of the global batch. The tokens count as given, as in
+    supervised learning: their dependence on the policy has no gradient here (as in GKD). Both distributions
+    are of one temperature, that of the policy's sampling.
 
-    ``forward_kl`` and ``reverse_kl`` are the means of both divergences whatever the loss is, ``teacher_mass`` and ``policy_mass`` those of
-    the probability of T.
+    ``forward_kl`` and ``reverse_kl`` are the means of both divergences whatever the loss is, ``teacher_mass``
+    and ``policy_mass`` those of the probability of T.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -67,7 +72,10 @@ class DistillationLossFn:
     skips_masked = True
     scored_tokens = TOPK_INDICES
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
-        dict.fromkeys(("loss", "forward_kl", "reverse_kl", "teacher_mass", "policy_mass", "num_valid_samples"), Reduction.SUM)
+        dict.fromkeys(
+            ("loss", "forward_kl", "reverse_kl", "teacher_mass", "policy_mass", "num_valid_samples"),
+            Reduction.SUM,
+        )
     )
 
     def __init__(self, cfg: DistillationLossConfig) -> None:
@@ -87,7 +95,8 @@ class DistillationLossFn:
         """See ``LossFunction``. The data is a ``DistillationLossDataDict``.
 
         Raises:
-            BatchError: a key or the policy's log-probabilities of the teacher's tokens are missing, or a shape does not fit.
+            BatchError: a key or the policy's log-probabilities of the teacher's tokens are missing, or a
+                shape does not fit.
         """
         scored = _checked(data, next_token_logprobs, scored_logprobs)
         mask = data["token_mask"][:, 1:].to(scored.dtype) * data["sample_mask"].to(scored.dtype).unsqueeze(-1)
@@ -129,9 +138,9 @@ class DistillationLossFn:
 def _log_of_rest(total: Tensor, least: float) -> Tensor:
     """log(1 - exp(total)), at least log(least), with no gradient there.
 
-    Neither form is right everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): the logarithm of a rest near 1 is lost in
-    the difference, and torch's derivative of expm1 is expm1 + 1, of which a small exp(total) keeps four digits in float32. One near 0
-    is lost in log1p.
+    Neither form is right everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): the
+    logarithm of a rest near 1 is lost in the difference, and torch's derivative of expm1 is expm1 + 1, of
+    which a small exp(total) keeps four digits in float32. One near 0 is lost in log1p.
     """
     is_small = total < -math.log(2)
     # both branches are computed, and a gradient of the one not taken has to be finite to be dropped
@@ -141,7 +150,8 @@ def _log_of_rest(total: Tensor, least: float) -> Tensor:
 
 
 def _divergence(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of distributions [..., outcomes] given by their logarithms. What cannot be drawn by ``one`` has no part."""
+    """KL(one || other) of distributions [..., outcomes] given by their logarithms. What cannot be drawn by
+    ``one`` has no part."""
     can_be = one != -torch.inf
     one, other = torch.where(can_be, one, 0.0), torch.where(can_be, other, 0.0)
     return torch.where(can_be, one.exp() * (one - other), 0.0).sum(dim=-1)
@@ -151,18 +161,25 @@ def _checked(data: BatchedDataDict, next_token_logprobs: Tensor, scored: Tensor 
     """The policy's log-probabilities of the teacher's tokens, where they and the batch fit together."""
     rows, predictions = next_token_logprobs.shape
     count = None if TOPK_LOGITS not in data or data[TOPK_LOGITS].ndim != 3 else data[TOPK_LOGITS].shape[2]
-    expected = {"token_mask": (rows, predictions + 1), "sample_mask": (rows,), TOPK_LOGITS: (rows, predictions + 1, count)}
+    expected = {
+        "token_mask": (rows, predictions + 1),
+        "sample_mask": (rows,),
+        TOPK_LOGITS: (rows, predictions + 1, count),
+    }
     for key, shape in expected.items():
         found = tuple(data[key].shape) if key in data else None
         if found != shape:
             raise BatchError(
-                f"DistillationLossFn: {key!r} has the shape {None if found is None else list(found)}, expected "
-                f"{['K' if size is None else size for size in shape]} for log-probabilities [{rows}, {predictions}]. Fix: give {key!r} as "
+                f"DistillationLossFn: {key!r} has the shape {None if found is None else list(found)}, "
+                "expected "
+                f"{['K' if size is None else size for size in shape]} for log-probabilities [{rows}, "
+                f"{predictions}]. Fix: give {key!r} as "
                 "Policy.get_topk_logits and input_ids have it"
             )
     if scored is None or tuple(scored.shape) != (rows, predictions, count):
         raise BatchError(
-            f"DistillationLossFn: scored_logprobs has the shape {None if scored is None else list(scored.shape)}, expected "
+            "DistillationLossFn: scored_logprobs has the shape "
+            f"{None if scored is None else list(scored.shape)}, expected "
             f"[{rows}, {predictions}, {count}]. Fix: pass the log-probabilities of {TOPK_INDICES}"
         )
     return scored

@@ -1,4 +1,5 @@
-"""Direct preference optimisation: raise what is preferred against what is not, measured against a reference policy (arXiv 2305.18290)."""
+"""Direct preference optimisation: raise what is preferred against what is not, measured against a reference
+policy (arXiv 2305.18290)."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 
 
 class DPOConfig(DPOLossConfig, SupervisedConfig):
-    """Direct preference optimisation. ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs."""
+    """Direct preference optimisation. ``policy.train_global_batch_size`` and
+    ``policy.train_micro_batch_size`` count pairs."""
 
     cache_reference_logprobs: NotRequired[
         Annotated[
             bool,
             Key(
-                "compute the reference policy's log-probabilities of all pairs before the first step, and keep them in ``data.cache_dir`` "
+                "compute the reference policy's log-probabilities of all pairs before the first step, and "
+                "keep them in ``data.cache_dir`` "
                 "for the next start; false computes those of each batch in its step.",
                 default=True,
             ),
@@ -49,7 +52,9 @@ class DPO(Supervised):
         super().__init__(parts, DPOLossFn(at(parts.config, "dpo")))
         self.keeps_reference: bool = self.config["cache_reference_logprobs"]
         self.reference = {
-            id(data): ReferenceLogprobs(self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference)
+            id(data): ReferenceLogprobs(
+                self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference
+            )
             for data in (self.train_data, self.validation_data)
             if data is not None
         }
@@ -66,7 +71,9 @@ class DPO(Supervised):
         batch = super().batch(data, records, rows)
         with self.timer.phase("reference_logprobs"):
             # the loss wants column i to be of the token that column i of its log-probabilities is of
-            batch["reference_policy_logprobs"] = self.reference[id(data)].of(data.places(records), batch).roll(-1, dims=1)
+            batch["reference_policy_logprobs"] = (
+                self.reference[id(data)].of(data.places(records), batch).roll(-1, dims=1)
+            )
             if not self.keeps_reference:
                 self.timer.passed(Sequences(batch["input_lengths"].numpy(), scored=scored_tokens(batch)))
         return batch
@@ -74,7 +81,10 @@ class DPO(Supervised):
     def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
         """Means over the pairs of a global batch."""
         metrics = super().metrics(result)
-        return {**metrics, "rewards_margin_mean": metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"]}
+        return {
+            **metrics,
+            "rewards_margin_mean": metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"],
+        }
 
     def validated(self) -> Sequence[str]:
         """The loss and its parts, accuracy, and the rewards."""

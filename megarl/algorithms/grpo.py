@@ -1,4 +1,5 @@
-"""Group-relative policy optimisation: sample, reward, compare within the group, train (GRPO, arXiv 2402.03300)."""
+"""Group-relative policy optimisation: sample, reward, compare within the group, train (GRPO, arXiv
+2402.03300)."""
 
 from __future__ import annotations
 
@@ -33,17 +34,27 @@ class AdvEstimatorConfig(TypedDict):
     name: Annotated[
         str,
         Key(
-            "`grpo`: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline`` "
-            "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and their sum whitened over "
-            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch; or the import path of a function of one's "
-            "own, `path/to/file.py:name`, from ``AdvantageInputs`` to a tensor (`megarl.algorithms.advantages`).",
+            "`grpo`: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and "
+            "``use_leave_one_out_baseline`` "
+            "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and "
+            "their sum whitened over "
+            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch; or the import "
+            "path of a function of one's "
+            "own, `path/to/file.py:name`, from ``AdvantageInputs`` to a tensor "
+            "(`megarl.algorithms.advantages`).",
         ),
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("settings that are passed to an estimator of your own.", default={})]]
+    options: NotRequired[
+        Annotated[dict[str, Any], Key("settings that are passed to an estimator of your own.", default={})]
+    ]
     minus_baseline: NotRequired[
         Annotated[
             bool,
-            Key("subtract the mean reward of the prompt's responses before the whitening (`reinforce_plus_plus`).", default=False),
+            Key(
+                "subtract the mean reward of the prompt's responses before the whitening "
+                "(`reinforce_plus_plus`).",
+                default=False,
+            ),
         ]
     ]
 
@@ -52,18 +63,26 @@ class RewardedConfig(SampledConfig):
     """Training on sampled answers by their rewards: what GRPO and PPO have in common."""
 
     reward_model_weight: NotRequired[
-        Annotated[float, Key("with ``reward_model``: weight of its score in the reward of a response.", default=1.0)]
+        Annotated[
+            float, Key("with ``reward_model``: weight of its score in the reward of a response.", default=1.0)
+        ]
     ]
     env_reward_weight: NotRequired[
         Annotated[
-            float, Key("with ``reward_model``: weight of ``env``'s reward, which stays the accuracy; 0 for the score alone.", default=1.0)
+            float,
+            Key(
+                "with ``reward_model``: weight of ``env``'s reward, which stays the accuracy; 0 for the "
+                "score alone.",
+                default=1.0,
+            ),
         ]
     ]
     overlong_filtering: NotRequired[
         Annotated[
             bool,
             Key(
-                "truncated responses are left out of training; with GRPO they stay in the groups that others are compared with. "
+                "truncated responses are left out of training; with GRPO they stay in the groups that "
+                "others are compared with. "
                 "A global batch of which nothing is left changes no weight (`empty_global_batches`).",
                 default=False,
             ),
@@ -73,8 +92,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "responses whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
-                "larger are left out of training, and ``max_token_mult_prob_error`` is held against the others; a step of which nothing "
+                "responses whose mean over tokens of exp(|log-probability where it was generated - "
+                "log-probability of the policy|) is "
+                "larger are left out of training, and ``max_token_mult_prob_error`` is held against the "
+                "others; a step of which nothing "
                 "is left ends the run. 1 is no difference, null leaves none out.",
                 AT_LEAST_1,
                 default=None,
@@ -85,8 +106,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "the run stops before it trains on responses whose ``token_mult_prob_error``, the mean over tokens of "
-                "exp(|log-probability where it was generated - log-probability of the policy|), is larger; 1 is no "
+                "the run stops before it trains on responses whose ``token_mult_prob_error``, the mean over "
+                "tokens of "
+                "exp(|log-probability where it was generated - log-probability of the policy|), is larger; "
+                "1 is no "
                 "difference, null never stops.",
                 AT_LEAST_1,
                 default=None,
@@ -120,7 +143,8 @@ class GRPOConfig(RewardedConfig):
     num_generations_per_prompt: Annotated[
         int,
         Key(
-            "responses sampled per prompt; at least 2, except for your own estimators and `reinforce_plus_plus` without "
+            "responses sampled per prompt; at least 2, except for your own estimators and "
+            "`reinforce_plus_plus` without "
             "``minus_baseline``.",
             AT_LEAST_1,
         ),
@@ -128,30 +152,49 @@ class GRPOConfig(RewardedConfig):
     adv_estimator: NotRequired[
         Annotated[
             AdvEstimatorConfig,
-            Key("how advantages are made of rewards.", default={"name": "grpo", "options": {}, "minus_baseline": False}),
+            Key(
+                "how advantages are made of rewards.",
+                default={"name": "grpo", "options": {}, "minus_baseline": False},
+            ),
         ]
     ]
-    advantage_clip_low: NotRequired[Annotated[float | None, Key("lower clip of an advantage; null for none.", Range(high=0), default=None)]]
-    advantage_clip_high: NotRequired[Annotated[float | None, Key("upper clip of an advantage; null for none.", AT_LEAST_0, default=None)]]
-    normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
+    advantage_clip_low: NotRequired[
+        Annotated[
+            float | None, Key("lower clip of an advantage; null for none.", Range(high=0), default=None)
+        ]
+    ]
+    advantage_clip_high: NotRequired[
+        Annotated[float | None, Key("upper clip of an advantage; null for none.", AT_LEAST_0, default=None)]
+    ]
+    normalize_rewards: NotRequired[
+        Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]
+    ]
     std: NotRequired[
         Annotated[
             Literal["population", "sample"],
             Key(
-                "standard deviation of a group: `population` divides the sum of squares by the number n of responses, `sample` by "
-                "n - 1. Advantages of the first are sqrt(n / (n - 1)) times those of the second, TRL's: 1.155 times for 4 responses.",
+                "standard deviation of a group: `population` divides the sum of squares by the number n of "
+                "responses, `sample` by "
+                "n - 1. Advantages of the first are sqrt(n / (n - 1)) times those of the second, TRL's: "
+                "1.155 times for 4 responses.",
                 default="population",
             ),
         ]
     ]
     use_leave_one_out_baseline: NotRequired[
-        Annotated[bool, Key("the baseline of a response is the mean reward of the group's other responses.", default=True)]
+        Annotated[
+            bool,
+            Key(
+                "the baseline of a response is the mean reward of the group's other responses.", default=True
+            ),
+        ]
     ]
     use_dynamic_sampling: NotRequired[
         Annotated[
             bool,
             Key(
-                "leave out prompts whose responses are all equally correct, and sample further prompts in their place until a step "
+                "leave out prompts whose responses are all equally correct, and sample further prompts in "
+                "their place until a step "
                 "has ``num_prompts_per_step`` (DAPO). Correctness is the accuracy, not the shaped reward.",
                 default=False,
             ),
@@ -161,7 +204,8 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             float,
             Key(
-                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at a time. It changes how long a "
+                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at "
+                "a time. It changes how long a "
                 "step takes, not what it trains on.",
                 AT_LEAST_1,
                 default=1.0,
@@ -172,7 +216,8 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "maximum number of generation rounds to fill one step; the run fails if the step is still incomplete.",
+                "maximum number of generation rounds to fill one step; the run fails if the step is still "
+                "incomplete.",
                 AT_LEAST_1,
                 default=10,
             ),
@@ -183,11 +228,14 @@ class GRPOConfig(RewardedConfig):
 class GRPO(Sampled):
     """One step samples several responses to each of some prompts and trains on all of them."""
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
+    )
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             "reward_model": ModelSection(
-                "a model that scores answers (GRPO, PPO): the keys of ``policy``, of which absent ones are as there; ``model_name`` is a "
+                "a model that scores answers (GRPO, PPO): the keys of ``policy``, of which absent ones are "
+                "as there; ``model_name`` is a "
                 "model that `rm` has trained, or another one with a score layer.",
                 scores=True,
                 is_optional=True,
@@ -206,16 +254,26 @@ class GRPO(Sampled):
         self.loss_config = parts.config["loss_fn"]
         super().__init__(parts, policy_loss(self.loss_config))
         self.reward_model = parts.models.get(REWARD_MODEL)
-        self.reward_weights = {**weights_of_rewards(parts.config["env"]), REWARD_MODEL.name: self.config["reward_model_weight"]}
+        self.reward_weights = {
+            **weights_of_rewards(parts.config["env"]),
+            REWARD_MODEL.name: self.config["reward_model_weight"],
+        }
         self.pad_token_id = parts.tokenizer.pad_token_id
         own = self.config.get("adv_estimator")
-        self.estimator = None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
+        self.estimator = (
+            None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
+        )
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The actor, a reference where the loss has a divergence from it, and a reward model where there is a section for one."""
+        """The actor, a reference where the loss has a divergence from it, and a reward model where there is a
+        section for one."""
         reference = (REFERENCE,) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else ()
-        return (ACTOR, *reference, *((REWARD_MODEL,) if REWARD_MODEL.section in model_sections(config) else ()))
+        return (
+            ACTOR,
+            *reference,
+            *((REWARD_MODEL,) if REWARD_MODEL.section in model_sections(config) else ()),
+        )
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
@@ -242,7 +300,9 @@ class GRPO(Sampled):
             advantages, scored, of_rewards = self._advantages_of_responses(samples, batch)
         if self.sample_log is not None:
             # also where nothing is trained on them: then they are needed most
-            self.sample_log.train(step, rollouts, _means_of_rows(advantages, scored), scored, self.train_data.sources)
+            self.sample_log.train(
+                step, rollouts, _means_of_rows(advantages, scored), scored, self.train_data.sources
+            )
         if refusal is not None:
             raise refusal
         self.empty_steps.look(batch, rollouts.samples, step)
@@ -257,8 +317,9 @@ class GRPO(Sampled):
     def _advantages_of_responses(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, BatchedDataDict[Any], dict[str, float]]:
-        """Advantages of responses, see ``advantages``, the batch with a row for each response, and metrics of rewards. Gives the batch that
-        is trained on its ``advantages``: segments of a response share what is estimated of it."""
+        """Advantages of responses, see ``advantages``, the batch with a row for each response, and metrics of
+        rewards. Gives the batch that is trained on its ``advantages``: segments of a response share what is
+        estimated of it."""
         from megarl.rollout.segment_rows import SegmentRows
 
         segments = SegmentRows.of(batch)
@@ -278,12 +339,15 @@ class GRPO(Sampled):
         batch["advantages"] = segments.by_row(advantages).expand_as(batch["token_mask"])
         return advantages, scored, metrics
 
-    def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+    def train(
+        self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
+    ) -> dict[str, float]:
         """Train on a batch with its advantages, so often; the metrics of that."""
         return self.train_policy(batch, step, rollouts, epochs)
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Answers to some prompts, with the score of the reward model in their rewards, where there is one."""
+        """Answers to some prompts, with the score of the reward model in their rewards, where there is
+        one."""
         rollouts = super().collect(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)
@@ -293,8 +357,8 @@ class GRPO(Sampled):
         return rollouts
 
     def _add_scores(self, samples: BatchedDataDict[Any], model: Policy) -> None:
-        """Put the scores of answers into ``reward``, and into ``reward/reward_model`` without their weight; how right an answer is stays
-        what the environment says.
+        """Put the scores of answers into ``reward``, and into ``reward/reward_model`` without their weight;
+        how right an answer is stays what the environment says.
 
         Raises:
             NonFiniteError: a score is NaN or infinite.
@@ -306,19 +370,25 @@ class GRPO(Sampled):
         from megarl.rollout.collector import accuracies_of
 
         model.prepare_for_lp_inference()
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in ("input_ids", "input_lengths")})
+        inputs: BatchedDataDict[Any] = BatchedDataDict(
+            {key: samples[key] for key in ("input_ids", "input_lengths")}
+        )
         scores = model.score(inputs)["scores"]
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
-                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score that is not finite. Nothing "
-                "was trained on them. Fix: give reward_model.model_name weights that compute, or another reward_model.precision"
+                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score "
+                "that is not finite. Nothing "
+                "was trained on them. Fix: give reward_model.model_name weights that compute, or another "
+                "reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
         # Before the reward changes: where the environment says no accuracy, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
-        samples["reward"] = torch.where(samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores)
+        samples["reward"] = torch.where(
+            samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores
+        )
 
     def sample(self, step: int) -> Sampling:
         """Sample answers to the next prompts; with dynamic sampling, until enough of them have a signal."""
@@ -352,15 +422,19 @@ class GRPO(Sampled):
     def needs_previous_logprobs(self) -> bool:
         """Return whether a pass computes the log-probabilities of the policy before the update.
 
-        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must not train on a large one, or
-        rewards depend on them.
+        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must
+        not train on a large one, or rewards depend on them.
         """
         bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
-        return not self.loss_config["force_on_policy_ratio"] or self.loss_config["use_kl_in_reward"] or bounds != [None, None]
+        return (
+            not self.loss_config["force_on_policy_ratio"]
+            or self.loss_config["use_kl_in_reward"]
+            or bounds != [None, None]
+        )
 
     def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``, and
-        with a segment all others of its response.
+        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch,
+        by its ``sample_mask``, and with a segment all others of its response.
 
         Raises:
             MismatchError: they are too far apart to train.
@@ -369,21 +443,36 @@ class GRPO(Sampled):
         from megarl.rollout.segment_rows import SegmentRows
 
         generation, previous = batch["generation_logprobs"], batch["prev_logprobs"]
-        metrics = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+        metrics = mismatch_metrics(
+            generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        )
         kept, threshold = metrics, self.config["seq_logprob_error_threshold"]
         if threshold is not None:
             near, of_sequences = masked_far_apart(
-                generation, previous, batch["token_mask"], batch["sample_mask"], threshold, step, self.section()
+                generation,
+                previous,
+                batch["token_mask"],
+                batch["sample_mask"],
+                threshold,
+                step,
+                self.section(),
             )
             segments = SegmentRows.of(batch)
-            batch["sample_mask"] = near if segments is None else segments.without_some_rows(batch["sample_mask"], near)
-            kept = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+            batch["sample_mask"] = (
+                near if segments is None else segments.without_some_rows(batch["sample_mask"], near)
+            )
+            kept = mismatch_metrics(
+                generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+            )
             metrics = {**metrics, **of_sequences}
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
-    def advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
-        """[B, 1] or, of tokens, [B, S] float32, 0 in rows and at tokens that do not count; and metrics of the rewards they are made of.
+    def advantages(
+        self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """[B, 1] or, of tokens, [B, S] float32, 0 in rows and at tokens that do not count; and metrics of the
+        rewards they are made of.
 
         Groups are those of all rewarded samples, also where the mismatch has left a row out of training.
         """
@@ -395,13 +484,21 @@ class GRPO(Sampled):
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
         penalties, metrics = self.penalties_of(samples, batch)
-        advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights, self.estimator)
-        return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
+        advantages = estimated_advantages(
+            self.config, grouped, batch["sample_mask"], penalties, self.reward_weights, self.estimator
+        )
+        return clipped(
+            advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]
+        ), metrics
 
-    def penalties_of(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
-        """[B, S] what the divergence from the reference takes from the reward of each token, None where it takes nothing; and metrics.
+    def penalties_of(
+        self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """[B, S] what the divergence from the reference takes from the reward of each token, None where it
+        takes nothing; and metrics.
 
-        Responses left out of training keep theirs, because they stay in the groups that the others are compared with.
+        Responses left out of training keep theirs, because they stay in the groups that the others are
+        compared with.
         """
         from megarl.algorithms.loss_functions import kl_of_tokens
 
@@ -415,10 +512,12 @@ class GRPO(Sampled):
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the
-        reference, where needed."""
+        """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before
+        the update, and of the reference, where needed."""
         previous = self.needs_previous_logprobs and not self.anchors_at_engine
-        batch = self.batch_of(samples, previous=previous, reference=bool(self.loss_config["reference_policy_kl_penalty"]))
+        batch = self.batch_of(
+            samples, previous=previous, reference=bool(self.loss_config["reference_policy_kl_penalty"])
+        )
         if self.anchors_at_engine:
             batch["prev_logprobs"] = batch["generation_logprobs"]
         return batch
@@ -428,12 +527,15 @@ class GRPO(Sampled):
         """Whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
-    def age_metrics(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
+    def age_metrics(
+        self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
+    ) -> dict[str, float]:
         """Measure the age of a step's answers, where they are sampled beside training.
 
-        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those that are trained,
-        ``token_age`` the same of each token, and ``effective_sample_share`` is that of the tokens that count, (sum w)^2 / (n sum w^2) with
-        w the ratio of the policy before the step to the one that sampled.
+        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those
+        that are trained, ``token_age`` the same of each token, and ``effective_sample_share`` is that of the
+        tokens that count, (sum w)^2 / (n sum w^2) with w the ratio of the policy before the step to the one
+        that sampled.
         """
         from megarl.rollout.samples import effective_share
         from megarl.rollout.trajectory import TOKEN_VERSIONS
@@ -447,7 +549,12 @@ class GRPO(Sampled):
         if self.anchors_at_engine:
             return age
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-        return {**age, "effective_sample_share": effective_share(batch["prev_logprobs"] - batch["generation_logprobs"], counts)}
+        return {
+            **age,
+            "effective_sample_share": effective_share(
+                batch["prev_logprobs"] - batch["generation_logprobs"], counts
+            ),
+        }
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
@@ -458,7 +565,9 @@ def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
     return (advantages * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
 
 
-def _sample_metrics(judged: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor) -> dict[str, float]:
+def _sample_metrics(
+    judged: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor
+) -> dict[str, float]:
     """Figures of the samples that a step judged, and of those that it trains on."""
     rewards = judged["reward"][~judged["masked"]]
     return {

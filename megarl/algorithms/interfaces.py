@@ -34,22 +34,24 @@ class LossInputType(Enum):
 class LossFunction(Protocol):
     """A loss over next-token log-probabilities.
 
-    A loss divides by the global normaliser it is given, so the loss of a global batch, and its gradient, is the plain sum over
-    micro-batches and data-parallel ranks.
+    A loss divides by the global normaliser it is given, so the loss of a global batch, and its gradient, is
+    the plain sum over micro-batches and data-parallel ranks.
 
     Attributes:
         loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
-        input_type: ``LossInputType.LOGPROB``; or ``VALUE`` for a loss of a model that scores, which is called with ``values`` in the place
-            of ``next_token_logprobs``: [B, S] float, column i what the model says at token i from all tokens up to it, 0 beyond
-            ``input_lengths``.
+        input_type: ``LossInputType.LOGPROB``; or ``VALUE`` for a loss of a model that scores, which is called
+            with ``values`` in the place of ``next_token_logprobs``: [B, S] float, column i what the model
+            says at token i from all tokens up to it, 0 beyond ``input_lengths``.
         metric_reductions: how each metric combines over micro-batches and ranks.
-        skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches the loss, a gradient or a
-            metric. Log-probabilities are then not computed there, and are 0.
-        needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1] float, differentiable: column i
-            has the entropy, in nats, of the distribution that token i+1 is drawn from, with the temperature and what top-k and top-p keep.
-        scored_tokens: optional; a key of the data, [B, S, K] token ids, asks for the keyword argument ``scored_logprobs`` too, [B, S-1, K]
-            float, differentiable: column i has the log-probabilities that the distribution of token i+1 gives to the tokens in column i of
-            the data. Sampling has to keep all tokens.
+        skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches
+            the loss, a gradient or a metric. Log-probabilities are then not computed there, and are 0.
+        needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1]
+            float, differentiable: column i has the entropy, in nats, of the distribution that token i+1 is
+            drawn from, with the temperature and what top-k and top-p keep.
+        scored_tokens: optional; a key of the data, [B, S, K] token ids, asks for the keyword argument
+            ``scored_logprobs`` too, [B, S-1, K] float, differentiable: column i has the log-probabilities
+            that the distribution of token i+1 gives to the tokens in column i of the data. Sampling has to
+            keep all tokens.
     """
 
     loss_type: LossType
@@ -68,14 +70,18 @@ class LossFunction(Protocol):
         """Loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B]. Where rows are segments of responses, ``response_tokens`` [B] int64 counts the
-                tokens under the masks of all rows of a row's response.
-            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response add up to 1.
-            global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global batch.
+            data: the micro-batch, tensors [B, S] and [B]. Where rows are segments of responses,
+                ``response_tokens`` [B] int64 counts the tokens under the masks of all rows of a row's
+                response.
+            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response
+                add up to 1.
+            global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global
+                batch.
             next_token_logprobs: [B, S-1] float, column i holds log p(token_{i+1} | tokens up to i).
 
         Returns:
-            The 0-d loss and detached 0-d metric tensors; they stay on the device so that no step waits for the device to catch up.
+            The 0-d loss and detached 0-d metric tensors; they stay on the device so that no step waits for
+            the device to catch up.
         """
         ...
 
@@ -86,7 +92,8 @@ def reads_values(loss_fn: object) -> bool:
 
 
 def check_loss(loss_fn: object, *, scores: bool = False) -> None:
-    """Refuse what cannot be called as a ``LossFunction``, such as a loss written for logits, before a worker is.
+    """Refuse what cannot be called as a ``LossFunction``, such as a loss written for logits, before a worker
+    is.
 
     Args:
         loss_fn: the loss.
@@ -95,11 +102,20 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     Raises:
         ConfigError: says what it takes, and what a loss takes.
     """
-    name = type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
+    name = (
+        type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
+    )
     if scores != reads_values(loss_fn):
         kinds = {True: "values, of a model that scores", False: "log-probabilities, of a language model"}
-        fix = "give a loss of values" if scores else "set policy.reward_model_cfg.enabled, or give a loss of log-probabilities"
-        raise ConfigError(f"loss_fn = {name}: it is a loss of {kinds[not scores]}, and this model gives {kinds[scores]}. Fix: {fix}")
+        fix = (
+            "give a loss of values"
+            if scores
+            else "set policy.reward_model_cfg.enabled, or give a loss of log-probabilities"
+        )
+        raise ConfigError(
+            f"loss_fn = {name}: it is a loss of {kinds[not scores]}, and this model gives {kinds[scores]}. "
+            f"Fix: {fix}"
+        )
     read = "values" if scores else "next_token_logprobs"
     wanted = f"(data, global_valid_seqs, global_valid_toks, {read})"
     if not callable(loss_fn):
@@ -111,11 +127,15 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     try:
         signature.bind(None, None, None, **{read: None})
         known = {kind.value for kind in LossInputType}
-        takes_logits = getattr(getattr(loss_fn, "input_type", LossInputType.LOGPROB), "value", None) not in known
+        takes_logits = (
+            getattr(getattr(loss_fn, "input_type", LossInputType.LOGPROB), "value", None) not in known
+        )
     except TypeError:
         takes_logits = True
     if takes_logits:
         raise ConfigError(
-            f"loss_fn = {name}{signature}: a loss is called as {wanted} and gets log-probabilities [B, S-1] float, not logits. "
-            "Fix: take next_token_logprobs in place of logits; column i is log p(token i+1), with the temperature applied"
+            f"loss_fn = {name}{signature}: a loss is called as {wanted} and gets log-probabilities [B, S-1] "
+            "float, not logits. "
+            "Fix: take next_token_logprobs in place of logits; column i is log p(token i+1), with the "
+            "temperature applied"
         )

@@ -1,9 +1,10 @@
 """The losses: clipped policy gradient, negative log-likelihood and direct preference optimisation.
 
-Every loss takes next-token log-probabilities and divides by a global normaliser, so that losses, gradients and (unless declared otherwise
-in ``metric_reductions``) metrics of a global batch are plain sums over micro-batches and data-parallel ranks. Values under a zero mask
-never reach a loss or a gradient, whatever they hold. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to line up
-with the S - 1 predictions.
+Every loss takes next-token log-probabilities and divides by a global normaliser, so that losses, gradients
+and (unless declared otherwise in ``metric_reductions``) metrics of a global batch are plain sums over
+micro-batches and data-parallel ranks. Values under a zero mask never reach a loss or a gradient, whatever
+they hold. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to line up with the S - 1
+predictions.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(TypedDict):
-    """Columns of a batch that ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left
-    by one position."""
+    """Columns of a batch that ``DPOLossFn`` reads. Rows alternate chosen, rejected.
+    ``reference_policy_logprobs`` [B, S] is rolled left by one position."""
 
     input_ids: Tensor
     reference_policy_logprobs: Tensor
@@ -77,59 +78,69 @@ class DualClipError(ConfigError, AssertionError):
 
 
 class ClippedPGLossFn:
-    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE, with importance correction and a
-    KL penalty. ``megarl/algorithms/README.md`` has each equation with its source.
+    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE,
+    with importance correction and a KL penalty. ``megarl/algorithms/README.md`` has each equation with its
+    source.
 
     For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
 
-        clipped    = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))        PPO, arXiv 1707.06347; DAPO, arXiv 2503.14476
-        clipped    = min(clipped, -A ratio_clip_c) where A < 0                             dual clip, arXiv 1912.09729
-        clipped    = -sg(clip(r, ...)) A current with use_cispo                            CISPO, arXiv 2506.13585, equation 4
-        loss       = mean(w clipped) + mean(v beta k(current, reference))                  k1, k2, k3: see calculate_kl
+        clipped    = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))        PPO, arXiv
+        1707.06347; DAPO, arXiv 2503.14476 clipped    = min(clipped, -A ratio_clip_c) where A < 0
+        dual clip, arXiv 1912.09729 clipped    = -sg(clip(r, ...)) A current with use_cispo
+        CISPO, arXiv 2506.13585, equation 4 loss       = mean(w clipped) + mean(v beta k(current, reference))
+        k1, k2, k3: see calculate_kl
                      - entropy_coef mean(entropy)
         w          = exp(previous - generation) with use_importance_sampling_correction, else 1
         v          = sg(exp(current - generation)) with use_on_policy_kl_approximation, else 1
 
-    With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its tokens of current - previous)
-    and the weight w = exp(mean of previous - generation) (GSPO, arXiv 2507.18071, equation 7). Where its gradient is that of ``token``, a
-    token's ratio is sg(s) exp(current - sg(current)) (GSPO-token, equation 14).
+    With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its
+    tokens of current - previous) and the weight w = exp(mean of previous - generation) (GSPO, arXiv
+    2507.18071, equation 7). Where its gradient is that of ``token``, a token's ratio is sg(s) exp(current -
+    sg(current)) (GSPO-token, equation 14).
 
-    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it has a score-function part,
-    k times the gradient of the log-probability, beside the gradient of k (arXiv 2506.09477, arXiv 2512.21852):
-    ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that part out, as arXiv 2402.03300 and most trainers do: for k3 its
-    expectation is the gradient of the divergence only in the limit of equal policies. For k2 it is that gradient.
+    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it
+    has a score-function part, k times the gradient of the log-probability, beside the gradient of k (arXiv
+    2506.09477, arXiv 2512.21852): ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that part out,
+    as arXiv 2402.03300 and most trainers do: for k3 its expectation is the gradient of the divergence only in
+    the limit of equal policies. For k2 it is that gradient.
 
-    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no gradient there. d = reference - current is
-    clamped to +-``kl_input_clamp_value``, k to +-``kl_output_clamp_value``; null is no clamp. These two bound the penalty's value and the
-    size of its gradient, but never remove the gradient: a token far from the reference is still pulled back. By the log-probability
-    of a token the gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the expectation 0); for k3's ``pathwise`` it is
-    v (1 - exp(d)), which is at least -v (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp
-    changed.
+    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no gradient
+    there. d = reference - current is clamped to +-``kl_input_clamp_value``, k to +-``kl_output_clamp_value``;
+    null is no clamp. These two bound the penalty's value and the size of its gradient, but never remove the
+    gradient: a token far from the reference is still pulled back. By the log-probability of a token the
+    gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the expectation 0); for k3's ``pathwise`` it
+    is v (1 - exp(d)), which is at least -v (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share
+    of tokens whose d or k a clamp changed.
 
-    ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is exactly 1, its gradient that
-    of the log-probability. Further metrics then say how far ``generation`` is from it (see ``megarl.rollout.samples.mismatch_metrics``).
+    ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is
+    exactly 1, its gradient that of the log-probability. Further metrics then say how far ``generation`` is
+    from it (see ``megarl.rollout.samples.mismatch_metrics``).
 
-    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm takes it (``kl_of_tokens``).
+    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm takes it
+    (``kl_of_tokens``).
 
-    ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
-    of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows. ``sequence_normalizer``
-    stands for the number of a row's tokens there (Dr.GRPO, arXiv 2503.20783). Rows that are segments of one response (``response_tokens``)
-    are one row there: the mean runs over the tokens of all of them. A ratio of a sequence is that of a segment.
+    ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean
+    runs over the valid tokens of the global batch (``token_level_loss``), or first over each row's tokens and
+    then over the valid rows. ``sequence_normalizer`` stands for the number of a row's tokens there (Dr.GRPO,
+    arXiv 2503.20783). Rows that are segments of one response (``response_tokens``) are one row there: the
+    mean runs over the tokens of all of them. A ratio of a sequence is that of a segment.
 
-    ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]: ``tis`` takes min(w, bound)
-    (truncated importance sampling), ``icepop`` 0 in the place of a w out of bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of
-    a sequence whose exp(mean of previous - generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of
-    tokens whose weight that changed.
+    ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]:
+    ``tis`` takes min(w, bound) (truncated importance sampling), ``icepop`` 0 in the place of a w out of
+    bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of a sequence whose exp(mean of previous -
+    generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of tokens whose
+    weight that changed.
 
-    The entropy of a token is that of the whole distribution it is drawn from, not an estimate from the token, so that its gradient is exact
-    given the tokens before it, and no weight corrects it. It is read only with an ``entropy_coef`` above 0; the metric ``entropy`` is its
-    mean over tokens.
+    The entropy of a token is that of the whole distribution it is drawn from, not an estimate from the token,
+    so that its gradient is exact given the tokens before it, and no weight corrects it. It is read only with
+    an ``entropy_coef`` above 0; the metric ``entropy`` is its mean over tokens.
 
-    Importance weights that are not finite count as 0, but infinite ones as the bound with ``tis``; ``nonfinite_importance_weights`` says
-    how many there were.
+    Importance weights that are not finite count as 0, but infinite ones as the bound with ``tis``;
+    ``nonfinite_importance_weights`` says how many there were.
 
     Raises:
-        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together (``megarl.config.rules.losses.faults_of_loss``).
+        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together
+            (``megarl.config.rules.losses.faults_of_loss``).
     """
 
     input_type = LossInputType.LOGPROB
@@ -172,7 +183,11 @@ class ClippedPGLossFn:
         self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
         self.force_on_policy_ratio = cfg["force_on_policy_ratio"]
         if self.force_on_policy_ratio:
-            mismatch = {MISMATCH_MEAN: Reduction.SUM, MISMATCH_MAX: Reduction.MAX, MISMATCH_SHARE: Reduction.SUM}
+            mismatch = {
+                MISMATCH_MEAN: Reduction.SUM,
+                MISMATCH_MAX: Reduction.MAX,
+                MISMATCH_SHARE: Reduction.SUM,
+            }
             self.metric_reductions = {**self.metric_reductions, **mismatch}
         self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
         self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
@@ -210,15 +225,20 @@ class ClippedPGLossFn:
         next_token_logprobs: Tensor,
         next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the reference is needed only with a KL penalty.
+        """See ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the reference is needed only with a
+        KL penalty.
 
         Raises:
             BatchError: a key or the entropies are missing, or a shape does not fit.
         """
         previous_key = [] if self.force_on_policy_ratio else ["prev_logprobs"]
-        _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", *previous_key, "generation_logprobs"])
+        _check_batch(
+            "ClippedPGLossFn", data, next_token_logprobs, ["advantages", *previous_key, "generation_logprobs"]
+        )
         token_mask, sample_mask, mask = _masks(data, next_token_logprobs)
-        tokens_of_response = data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
+        tokens_of_response = (
+            data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
+        )
 
         def visible(values: Tensor) -> Tensor:
             return torch.where(mask != 0, values, 0.0)
@@ -284,7 +304,8 @@ class ClippedPGLossFn:
         return loss, metrics
 
     def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
-        """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of those of its tokens."""
+        """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of
+        those of its tokens."""
         if not self.sequence_level_ratios:
             return log_ratios
         return _row_sums(log_ratios, mask, average=True)[:, None].expand_as(log_ratios)
@@ -301,7 +322,8 @@ class ClippedPGLossFn:
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
     def _bounded(self, weight: Tensor, log_weights: Tensor, mask: Tensor) -> Tensor:
-        """Importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms of those of tokens."""
+        """Importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms of
+        those of tokens."""
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
@@ -323,23 +345,38 @@ class ClippedPGLossFn:
             return values
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
-    def _kl(self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The KL estimate of every token, without its coefficient, and 1 where a clamp changed it, else 0; both [B, S-1]."""
-        _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
+    def _kl(
+        self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The KL estimate of every token, without its coefficient, and 1 where a clamp changed it, else 0;
+        both [B, S-1]."""
+        _check_batch(
+            "ClippedPGLossFn with reference_policy_kl_penalty > 0",
+            data,
+            current,
+            ["reference_policy_logprobs"],
+        )
         constant, reference = current.detach(), visible(data["reference_policy_logprobs"][:, 1:])
         unclamped = calculate_kl(constant, reference, self.kl_type, self.kl_input_bound)
         estimate = _clamped(unclamped, self.kl_output_bound)
-        is_clamped = _beyond(reference - constant, self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
-        weight, _ = _importance_weight(constant - (generation if self.use_on_policy_kl_approximation else constant))
+        is_clamped = _beyond(reference - constant, self.kl_input_bound) | _beyond(
+            unclamped, self.kl_output_bound
+        )
+        weight, _ = _importance_weight(
+            constant - (generation if self.use_on_policy_kl_approximation else constant)
+        )
         # The gradient is written down, because autograd would stop it at a clamp. An infinite one, of
         # a token that is impossible (-inf) for either policy, has no direction that could be followed.
-        slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(posinf=0.0, neginf=0.0)
+        slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(
+            posinf=0.0, neginf=0.0
+        )
         # 0 in value, and with the gradient of the log-probability.
         moving = torch.where(constant.isfinite(), current - constant, 0.0)
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
     def _kl_slope(self, difference: Tensor) -> Tensor:
-        """Derivative of a token's KL estimate by its log-probability, from reference - current; with its score-function part if exact."""
+        """Derivative of a token's KL estimate by its log-probability, from reference - current; with its
+        score-function part if exact."""
         if self.exact_kl_gradient:
             return -difference
         slope = -torch.expm1(difference)
@@ -351,7 +388,8 @@ class ClippedPGLossFn:
 
 
 def policy_loss(cfg: ClippedPGLossConfig) -> Any:
-    """The loss that ``loss_fn.function`` names: the clipped policy gradient, or a class of the user's own, made of the section.
+    """The loss that ``loss_fn.function`` names: the clipped policy gradient, or a class of the user's own,
+    made of the section.
 
     Raises:
         ConfigError: nothing can be imported under that name.
@@ -361,15 +399,17 @@ def policy_loss(cfg: ClippedPGLossConfig) -> Any:
 
 
 def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor:
-    """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing counts: what
-    ``use_kl_in_reward`` takes from the rewards.
+    """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing
+    counts: what ``use_kl_in_reward`` takes from the rewards.
 
     Args:
         cfg: with the type of the estimate and its clamps.
         data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
     """
     counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
-    previous, reference = (torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs"))
+    previous, reference = (
+        torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs")
+    )
     filled: dict[str, Any] = {**defaults_of(ClippedPGLossConfig), **cfg}
     bounds = filled["kl_input_clamp_value"], filled["kl_output_clamp_value"]
     return calculate_kl(previous, reference, filled["reference_policy_kl_type"], *bounds)
@@ -397,8 +437,10 @@ class NLLLoss:
         """See ``LossFunction``.
 
         Args:
-            dpo_loss: return the loss of each row, [B], not normalised, in place of the scalar (and as the metric ``loss``).
-            dpo_average_log_probs: divide each row's loss by its number of valid tokens. Only with ``dpo_loss``.
+            dpo_loss: return the loss of each row, [B], not normalised, in place of the scalar (and as the
+                metric ``loss``).
+            dpo_average_log_probs: divide each row's loss by its number of valid tokens. Only with
+                ``dpo_loss``.
 
         Raises:
             BatchError: a key is missing or a shape does not fit.
@@ -409,19 +451,25 @@ class NLLLoss:
             loss = -_row_sums(next_token_logprobs, mask, average=dpo_average_log_probs)
         else:
             loss = -masked_mean(next_token_logprobs, mask, global_normalization_factor=global_valid_toks)
-        metrics = {"loss": loss.detach(), "num_unmasked_tokens": mask.sum(), "num_valid_samples": sample_mask.sum()}
+        metrics = {
+            "loss": loss.detach(),
+            "num_unmasked_tokens": mask.sum(),
+            "num_valid_samples": sample_mask.sum(),
+        }
         return loss, metrics
 
 
 class DPOLossFn:
-    """Direct preference optimisation (arXiv 2305.18290) plus an optional likelihood term on the chosen answers.
+    """Direct preference optimisation (arXiv 2305.18290) plus an optional likelihood term on the chosen
+    answers.
 
-    ``preference_loss_weight * mean(f(R_chosen - R_rejected)) + sft_loss_weight * mean(-log p(chosen))`` with R = sum (or, averaged, mean)
-    over a row's tokens of policy minus reference log-probability, beta = ``reference_policy_kl_penalty``, and f(m) = -log sigmoid(beta m)
-    (equation 7) or, of IPO, (m - 1 / (2 beta))^2 (arXiv 2310.12036, equation 17). ``accuracy`` is the share of pairs with
-    R_chosen > R_rejected; one with equal rewards is none of them. The metrics of rewards are those of R, without beta.
-    Means run over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. Rows alternate chosen and rejected; a pair
-    counts when both of its rows do.
+    ``preference_loss_weight * mean(f(R_chosen - R_rejected)) + sft_loss_weight * mean(-log p(chosen))`` with
+    R = sum (or, averaged, mean) over a row's tokens of policy minus reference log-probability, beta =
+    ``reference_policy_kl_penalty``, and f(m) = -log sigmoid(beta m) (equation 7) or, of IPO, (m - 1 / (2
+    beta))^2 (arXiv 2310.12036, equation 17). ``accuracy`` is the share of pairs with R_chosen > R_rejected;
+    one with equal rewards is none of them. The metrics of rewards are those of R, without beta. Means run
+    over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. Rows alternate chosen and
+    rejected; a pair counts when both of its rows do.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -468,7 +516,8 @@ class DPOLossFn:
         _, sample_mask, mask = _masks(data, next_token_logprobs)
         if sample_mask.shape[0] % 2:
             raise BatchError(
-                f"DPOLossFn: {sample_mask.shape[0]} rows, need an even number (chosen, rejected, ...). Fix: keep pairs together"
+                f"DPOLossFn: {sample_mask.shape[0]} rows, need an even number (chosen, rejected, ...). Fix: "
+                "keep pairs together"
             )
         pair_mask = sample_mask[::2] * sample_mask[1::2]
 
@@ -486,7 +535,9 @@ class DPOLossFn:
         loss = self.preference_loss_weight * preference_loss
         sft_loss = torch.zeros_like(loss)
         if self.sft_loss_weight > 0:
-            sft_loss = pair_mean(-_row_sums(next_token_logprobs, mask, average=self.sft_average_log_probs)[::2])
+            sft_loss = pair_mean(
+                -_row_sums(next_token_logprobs, mask, average=self.sft_average_log_probs)[::2]
+            )
             loss = loss + self.sft_loss_weight * sft_loss
         metrics = {
             "loss": loss.detach(),
@@ -505,16 +556,21 @@ class DPOLossFn:
 
 
 def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, keys: Sequence[str]) -> None:
-    """Refuse a micro-batch that lacks a key or holds a tensor whose shape does not fit the log-probabilities."""
+    """Refuse a micro-batch that lacks a key or holds a tensor whose shape does not fit the
+    log-probabilities."""
     rows, predictions = next_token_logprobs.shape
     expected = {"sample_mask": (rows,), **dict.fromkeys(["token_mask", *keys], (rows, predictions + 1))}
     for key, shape in expected.items():
         if key not in data:
-            raise BatchError(f"{loss} needs the key {key!r}; the batch has {sorted(data)}. Fix: add {key!r} {list(shape)} to the batch")
+            raise BatchError(
+                f"{loss} needs the key {key!r}; the batch has {sorted(data)}. Fix: add {key!r} "
+                f"{list(shape)} to the batch"
+            )
         found = tuple(data[key].shape)
         if found != shape:
             raise BatchError(
-                f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for log-probabilities [{rows}, {predictions}]. "
+                f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for log-probabilities "
+                f"[{rows}, {predictions}]. "
                 f"Fix: pad {key!r} like input_ids"
             )
 
@@ -531,27 +587,31 @@ def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) ->
 
 
 def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token mask [B, S-1], sample mask [B] and their product [B, S-1], in the dtype of the log-probabilities."""
+    """Token mask [B, S-1], sample mask [B] and their product [B, S-1], in the dtype of the
+    log-probabilities."""
     token_mask = data["token_mask"][:, 1:].to(next_token_logprobs.dtype)
     sample_mask = data["sample_mask"].to(next_token_logprobs.dtype)
     return token_mask, sample_mask, token_mask * sample_mask.unsqueeze(-1)
 
 
 def _valid_responses(data: Mapping[str, Any], sample_mask: Tensor, mask: Tensor) -> Tensor:
-    """The number of responses that count, 0-d: a row that is a segment of one is the share of its tokens that it has."""
+    """The number of responses that count, 0-d: a row that is a segment of one is the share of its tokens that
+    it has."""
     if "response_tokens" not in data:
         return sample_mask.sum()
     return (mask.sum(dim=1) / data["response_tokens"].clamp(min=1)).sum()
 
 
 def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
-    """Sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows without any give 0)."""
+    """Sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows without any give
+    0)."""
     sums = (torch.where(mask != 0, values, 0.0) * mask).sum(dim=-1)
     return sums / mask.sum(dim=-1).clamp(min=1.0) if average else sums
 
 
 def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return importance weights ``exp(log_ratio)``, 0 where they are not finite, and a bool mask of finite ones."""
+    """Return importance weights ``exp(log_ratio)``, 0 where they are not finite, and a bool mask of finite
+    ones."""
     weight = torch.exp(log_ratio)
     finite = weight.isfinite()
     return torch.where(finite, weight, 0.0), finite
@@ -573,7 +633,10 @@ def _clamped(values: Tensor, bound: float | None) -> Tensor:
     return values if bound is None else values.clamp(-bound, bound)
 
 
-def _masked_extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float) -> Tensor:
-    """Smallest or largest unmasked value; the identity (an infinity) when there is none, so that later reductions ignore it."""
+def _masked_extreme(
+    values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float
+) -> Tensor:
+    """Smallest or largest unmasked value; the identity (an infinity) when there is none, so that later
+    reductions ignore it."""
     filled = torch.where(mask != 0, values.detach(), identity)
     return reduce(filled) if filled.numel() else filled.new_full((), identity)

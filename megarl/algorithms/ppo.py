@@ -1,5 +1,5 @@
-"""Proximal policy optimisation with a critic: each token is judged by what a second model says of the states before and after it (PPO,
-arXiv 1707.06347, with generalized advantages, arXiv 1506.02438)."""
+"""Proximal policy optimisation with a critic: each token is judged by what a second model says of the states
+before and after it (PPO, arXiv 1707.06347, with generalized advantages, arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ class PPOConfig(RewardedConfig):
 
     num_generations_per_prompt: NotRequired[
         Annotated[
-            int, Key("responses sampled per prompt; 1 is enough, because they are not compared with one another.", AT_LEAST_1, default=1)
+            int,
+            Key(
+                "responses sampled per prompt; 1 is enough, because they are not compared with one another.",
+                AT_LEAST_1,
+                default=1,
+            ),
         ]
     ]
     gae_gamma: NotRequired[Annotated[float, Key("discount of what comes a token later.", SHARE, default=1.0)]]
@@ -37,20 +42,25 @@ class PPOConfig(RewardedConfig):
         Annotated[
             float,
             Key(
-                "0 judges a token by the critic's word on the state behind it, 1 by what really came after it; between them both count.",
+                "0 judges a token by the critic's word on the state behind it, 1 by what really came after "
+                "it; between them both count.",
                 SHARE,
                 default=0.95,
             ),
         ]
     ]
     normalize_advantages: NotRequired[
-        Annotated[bool, Key("whiten advantages over all tokens of the step; returns stay as they are.", default=True)]
+        Annotated[
+            bool,
+            Key("whiten advantages over all tokens of the step; returns stay as they are.", default=True),
+        ]
     ]
     bootstrap_truncated: NotRequired[
         Annotated[
             bool,
             Key(
-                "the state behind an answer that was cut off is worth what the critic says of it; false for 0, as behind an answer that "
+                "the state behind an answer that was cut off is worth what the critic says of it; false for "
+                "0, as behind an answer that "
                 "ended: then the reward of what there is of it is all that it gets.",
                 default=False,
             ),
@@ -60,7 +70,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "with ``max_rollout_turns``: the reward of each turn stands at the last token of its response, so that what comes before "
+                "with ``max_rollout_turns``: the reward of each turn stands at the last token of its "
+                "response, so that what comes before "
                 "it alone is judged by it; false for all rewards at the last token of the conversation.",
                 default=False,
             ),
@@ -70,7 +81,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             float | None,
             Key(
-                "a value that has moved further than this from what it was when the answers were sampled has no gradient that moves it "
+                "a value that has moved further than this from what it was when the answers were sampled "
+                "has no gradient that moves it "
                 "on; null for no such bound.",
                 ABOVE_0,
                 default=0.2,
@@ -78,28 +90,43 @@ class PPOConfig(RewardedConfig):
         ]
     ]
     ppo_epochs: NotRequired[
-        Annotated[int, Key("passes of the actor over the responses of a step, each in all its global batches.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key(
+                "passes of the actor over the responses of a step, each in all its global batches.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
     ]
     critic_ppo_epochs: NotRequired[
-        Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1, follows="ppo_epochs")]
+        Annotated[
+            int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1, follows="ppo_epochs")
+        ]
     ]
     critic_warmup_steps: NotRequired[
-        Annotated[int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)]
+        Annotated[
+            int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)
+        ]
     ]
 
 
 class PPO(GRPO):
     """One step samples answers, asks the critic what their states are worth, and trains both models.
 
-    It differs from GRPO in where advantages come from. The critic has workers of its own on the devices of the actor; the two take turns.
+    It differs from GRPO in where advantages come from. The critic has workers of its own on the devices of
+    the actor; the two take turns.
     """
 
-    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig})
+    SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"ppo": PPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
+    )
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             **GRPO.MODELS,
             "critic": ModelSection(
-                "the value model of PPO: the keys of ``policy``, of which absent ones are as there. Without a ``model_name`` it begins as "
+                "the value model of PPO: the keys of ``policy``, of which absent ones are as there. Without "
+                "a ``model_name`` it begins as "
                 "the policy does, with a new score layer.",
                 scores=True,
                 is_trained=True,
@@ -132,25 +159,31 @@ class PPO(GRPO):
         return bool(step <= self.config["critic_warmup_steps"])
 
     def sample(self, step: int) -> Sampling:
-        """Sample answers to the next prompts: no answer is compared with others, so that each has a signal."""
+        """Sample answers to the next prompts: no answer is compared with others, so that each has a
+        signal."""
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Score samples; with ``values`` [B, S] as well: what the critic says at each token, before it is trained."""
+        """Score samples; with ``values`` [B, S] as well: what the critic says at each token, before it is
+        trained."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
 
         batch = super().score(samples)
         self.turns.take(CRITIC)
         with self.timer.phase("values"):
             self.critic.prepare_for_lp_inference()
-            inputs: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+            inputs: BatchedDataDict[Any] = BatchedDataDict(
+                {key: batch[key] for key in ("input_ids", "input_lengths")}
+            )
             batch["values"] = self.critic.get_values(inputs)["values"]
             self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         return batch
 
-    def advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
-        """[B, S] float32, 0 at tokens that do not count; and metrics. The batch gets what the critic learns: ``prev_values``, its word on
-        the state before each token, and ``returns``, both [B, S] float32.
+    def advantages(
+        self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """[B, S] float32, 0 at tokens that do not count; and metrics. The batch gets what the critic learns:
+        ``prev_values``, its word on the state before each token, and ``returns``, both [B, S] float32.
 
         Raises:
             NonFiniteError: a value is NaN or infinite.
@@ -172,8 +205,10 @@ class PPO(GRPO):
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
-                f"the critic says that {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are worth a number that "
-                "is not finite. Nothing was trained on these answers. Fix: lower critic.megatron_cfg.optimizer.lr, or take "
+                f"the critic says that {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are "
+                "worth a number that "
+                "is not finite. Nothing was trained on these answers. Fix: lower "
+                "critic.megatron_cfg.optimizer.lr, or take "
                 "critic.precision=float32"
             )
         penalties, metrics = self.penalties_of(samples, batch)
@@ -194,8 +229,8 @@ class PPO(GRPO):
         return advantages.float(), metrics
 
     def _rewards_of_turns(self, samples: BatchedDataDict[Any], counts: Tensor) -> Tensor:
-        """[B, S] float64, what stands at the tokens that end turns; nothing where rewards stand at the end of the conversation. What is
-        said of a conversation as a whole, as by a reward model, always does."""
+        """[B, S] float64, what stands at the tokens that end turns; nothing where rewards stand at the end of
+        the conversation. What is said of a conversation as a whole, as by a reward model, always does."""
         import torch
 
         if not self.config["rewards_by_turn"]:
@@ -203,7 +238,9 @@ class PPO(GRPO):
         weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         return weight * samples["token_rewards"].double().where(counts, 0.0)
 
-    def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+    def train(
+        self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
+    ) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
@@ -216,11 +253,15 @@ class PPO(GRPO):
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
-            kept, results, metrics = self._trained_on(self.critic, of_critic, self.value_loss, step, rollouts, epochs_of_critic, CRITIC)
+            kept, results, metrics = self._trained_on(
+                self.critic, of_critic, self.value_loss, step, rollouts, epochs_of_critic, CRITIC
+            )
             self.critic.finish_training()
             for result in results:
                 # scored by a layer with one output, which is nothing beside the others
-                self.timer.passed(Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
+                self.timer.passed(
+                    Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0)
+                )
         metrics = {f"critic_{name}": value for name, value in metrics.items()}
         self.turns.take(ACTOR)
         if self.is_warming_up(step):

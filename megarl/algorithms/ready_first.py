@@ -79,8 +79,8 @@ class ReadyFirst:
 
     Args:
         order: how groups become batches.
-        collect: samples and scores the responses to a record, by its index, its ordinal and the version of the
-            weights; called in a thread a group.
+        collect: samples and scores the responses to a record, by its index, its ordinal and the version of
+            the weights; called in a thread a group.
         join: groups as one batch.
         shared: requests of all groups.
         refit: brings engines the policy's weights.
@@ -103,7 +103,13 @@ class ReadyFirst:
         ledger: Ledger,
     ) -> None:
         self._order, self._collect, self._join, self._shared = order, collect, join, shared
-        self._refit, self._sampler, self._last, self._timer, self._ledger = refit, sampler, last_step, timer, ledger
+        self._refit, self._sampler, self._last, self._timer, self._ledger = (
+            refit,
+            sampler,
+            last_step,
+            timer,
+            ledger,
+        )
         self._changed = threading.Condition()
         self._groups: dict[int, _Group] = {}
         self._arrived: list[int] = []
@@ -169,14 +175,20 @@ class ReadyFirst:
         """Write the groups that wait, and which others are under way; to be called in a pause."""
         with self._changed:
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
-            running = [[each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready]
+            running = [
+                [each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready
+            ]
         batches = {
-            ordinal: Sampling(each.rollouts, each.rollouts.samples, {}) for ordinal, each in ready.items() if each.rollouts is not None
+            ordinal: Sampling(each.rollouts, each.rollouts.samples, {})
+            for ordinal, each in ready.items()
+            if each.rollouts is not None
         }
         save_batches(directory, batches)
         place = directory / DIRECTORY
         place.mkdir(exist_ok=True)
-        (place / _GROUPS).write_text(json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8")
+        (place / _GROUPS).write_text(
+            json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8"
+        )
 
     def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
         """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their
@@ -312,7 +324,9 @@ def groups_of(directory: Path) -> Mapping[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {"arrived": list(found["arrived"]), "running": list(found["running"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnusableCheckpointError(f"{path} cannot be read ({error}). Fix: resume from an earlier checkpoint") from error
+        raise UnusableCheckpointError(
+            f"{path} cannot be read ({error}). Fix: resume from an earlier checkpoint"
+        ) from error
 
 
 class Ledger:
@@ -320,7 +334,8 @@ class Ledger:
 
     Args:
         directory: of the ledger.
-        run: what a batch depends on besides weights and time: seed, data, prompts a step and answers a prompt.
+        run: what a batch depends on besides weights and time: seed, data, prompts a step and answers a
+            prompt.
     """
 
     def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
@@ -346,7 +361,9 @@ class Ledger:
             differing = sorted(key for key in self._run if theirs.get(key) != self._run[key])
             if differing:
                 key = differing[0]
-                raise ValueError(f"it is of a run with {key} = {theirs.get(key)!r}, and this one has {self._run[key]!r}")
+                raise ValueError(
+                    f"it is of a run with {key} = {theirs.get(key)!r}, and this one has {self._run[key]!r}"
+                )
             return load_batch(self.directory, step, data)
         except (OSError, ValueError, TypeError) as error:
             raise UnusableCheckpointError(

@@ -1,8 +1,10 @@
-"""Reference log-probabilities of a data set: computed once, kept beside its tokens, and read at the next start; or computed in each step.
+"""Reference log-probabilities of a data set: computed once, kept beside its tokens, and read at the next
+start; or computed in each step.
 
-A kept table is found by a digest of all that its numbers depend on: the bytes of the model's files, precision, backend, and the token ids
-of its rows with what is learned of them, which is all that tokenizer, templates and records say. So no table can be that of something
-else; layouts and batch sizes are not in the digest, as they change numbers by rounding alone.
+A kept table is found by a digest of all that its numbers depend on: the bytes of the model's files,
+precision, backend, and the token ids of its rows with what is learned of them, which is all that tokenizer,
+templates and records say. So no table can be that of something else; layouts and batch sizes are not in the
+digest, as they change numbers by rounding alone.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _FORM = 1
 _ROWS_OF_TABLE = 8192
 """Rows of a table: what a run that is killed while it computes loses at most."""
 _ROWS_OF_CALL = 1024
-"""Rows that the policy is asked for at once; it brings the reference's weights to the device for each call."""
+"""Rows that the policy is asked for at once; it brings the reference's weights to the device for each
+call."""
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _NUMERIC = ("float32_logits", "moe_router_dtype")
 """Keys of ``policy.megatron_cfg`` that say in which type something of the model is computed."""
@@ -58,16 +61,20 @@ class ReferenceLogprobs:
         config: of the run: ``policy`` and ``data``.
         dataset: the data set.
         pad_token_id: fills rows up.
-        keeps: compute those of all examples when the first ones are asked for, and keep them on the disk; False computes what is asked for.
+        keeps: compute those of all examples when the first ones are asked for, and keep them on the disk;
+            False computes what is asked for.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig, dataset: Dataset, pad_token_id: int, *, keeps: bool) -> None:
+    def __init__(
+        self, policy: Policy, config: RunConfig, dataset: Dataset, pad_token_id: int, *, keeps: bool
+    ) -> None:
         self._policy, self._config, self._dataset, self._pad_token_id = policy, config, dataset, pad_token_id
         self._keeps = keeps
         self._tables: list[list[Table]] | None = None
 
     def of(self, places: Sequence[int], batch: BatchedDataDict[Any]) -> Tensor:
-        """[B, S] float32, column i of token i; 0 at tokens that are not learned and in rows that have no place.
+        """[B, S] float32, column i of token i; 0 at tokens that are not learned and in rows that have no
+        place.
 
         Args:
             places: of the examples of the first rows of the batch.
@@ -86,12 +93,16 @@ class ReferenceLogprobs:
             source, example = self._dataset.examples.origin(place)
             table, inner = divmod(example, _ROWS_OF_TABLE)
             # a copy: what is mapped from a file cannot be written
-            found[row, learned[row]] = torch.from_numpy(np.array(self._tables[source][table].columns[_COLUMN][inner]))
+            found[row, learned[row]] = torch.from_numpy(
+                np.array(self._tables[source][table].columns[_COLUMN][inner])
+            )
         return found
 
     def _computed(self, batch: BatchedDataDict[Any]) -> Tensor:
         self._policy.prepare_for_lp_inference()
-        found: Tensor = self._policy.get_reference_policy_logprobs(batch, skip_masked=True)["reference_logprobs"]
+        found: Tensor = self._policy.get_reference_policy_logprobs(batch, skip_masked=True)[
+            "reference_logprobs"
+        ]
         return found
 
     def _all_tables(self) -> list[list[Table]]:
@@ -100,12 +111,19 @@ class ReferenceLogprobs:
         found = []
         for examples in self._dataset.examples.by_source():
             starts = range(0, len(examples), _ROWS_OF_TABLE)
-            found.append([self._table(identity, examples, start, min(start + _ROWS_OF_TABLE, len(examples))) for start in starts])
+            found.append(
+                [
+                    self._table(identity, examples, start, min(start + _ROWS_OF_TABLE, len(examples)))
+                    for start in starts
+                ]
+            )
         bound_cache(self._config["data"])
         return found
 
     def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
-        directory = cache_directory(self._config["data"]) / _digest([os.geteuid(), identity, examples.digest(first, last)])
+        directory = cache_directory(self._config["data"]) / _digest(
+            [os.geteuid(), identity, examples.digest(first, last)]
+        )
         table = read_table(directory)
         if table is not None:
             return table
@@ -116,7 +134,8 @@ class ReferenceLogprobs:
             return writer.finish({})
         except OSError as error:
             raise DataError(
-                f"data.cache_dir: the reference log-probabilities cannot be written: {error}. Fix: give data.cache_dir a directory of "
+                f"data.cache_dir: the reference log-probabilities cannot be written: {error}. Fix: give "
+                "data.cache_dir a directory of "
                 "your own with more space, or write dpo.cache_reference_logprobs=false"
             ) from error
         finally:
@@ -137,17 +156,27 @@ class ReferenceLogprobs:
                 if not np.isfinite(found[row]).all():
                     raise ModelError(
                         f"record {example.index} (counted from 0): the reference policy, policy.model_name = "
-                        f"{self._config['policy']['model_name']!r}, gives its answer log-probabilities that are not finite. Fix: give "
+                        f"{self._config['policy']['model_name']!r}, gives its answer log-probabilities that "
+                        "are not finite. Fix: give "
                         "weights that compute, or another policy.precision"
                     )
-            logger.info("reference log-probabilities: %d of %d examples", first + start + len(chosen), len(examples))
+            logger.info(
+                "reference log-probabilities: %d of %d examples", first + start + len(chosen), len(examples)
+            )
         return found
 
 
 def _identity(policy: PolicyConfig) -> list[Any]:
     """All that the log-probabilities of given tokens depend on; of the types of JSON."""
     numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
-    return [_FORM, env.installed_version(env.DISTRIBUTION), enabled_backend(policy), policy["precision"], numeric, model_identity(policy)]
+    return [
+        _FORM,
+        env.installed_version(env.DISTRIBUTION),
+        enabled_backend(policy),
+        policy["precision"],
+        numeric,
+        model_identity(policy),
+    ]
 
 
 def model_identity(policy: PolicyConfig) -> list[list[str]]:
@@ -162,7 +191,9 @@ def model_identity(policy: PolicyConfig) -> list[list[str]]:
     family = at(policy, "megatron_cfg.family_file")
     files += [Path(family)] if family else []
     with ThreadPoolExecutor() as pool:
-        return [[file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)]
+        return [
+            [file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)
+        ]
 
 
 def _file_digest(file: Path) -> str:

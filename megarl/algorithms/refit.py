@@ -20,12 +20,16 @@ CONNECTION_ATTEMPTS = 3
 
 
 def refit_policy_generation(
-    policy: Policy, policy_generation: RolloutEngine, colocated_inference: bool, _refit_buffer_size_gb: int | None = None
+    policy: Policy,
+    policy_generation: RolloutEngine,
+    colocated_inference: bool,
+    _refit_buffer_size_gb: int | None = None,
 ) -> None:
     """Hand the policy's present weights to the engines that generate.
 
-    Colocated, the policy leaves the device afterwards and the engines may generate; call the policy's ``prepare_for_lp_inference`` or
-    ``prepare_for_training`` when it is to work again. Apart, ``connect`` has to have been called, and the policy stays as it is.
+    Colocated, the policy leaves the device afterwards and the engines may generate; call the policy's
+    ``prepare_for_lp_inference`` or ``prepare_for_training`` when it is to work again. Apart, ``connect`` has
+    to have been called, and the policy stays as it is.
 
     Args:
         policy: whose weights go; they must be on its device.
@@ -43,7 +47,10 @@ def refit_policy_generation(
         policy.offload_after_refit()
         policy_generation.prepare_for_generation(tags=["kv_cache"])
     else:
-        sending, receiving = policy.broadcast_weights_for_collective(), policy_generation.update_weights_from_collective()
+        sending, receiving = (
+            policy.broadcast_weights_for_collective(),
+            policy_generation.update_weights_from_collective(),
+        )
         try:
             policy.worker_group.get_all_worker_results(sending)
             policy_generation.loaded(policy_generation.results(receiving))
@@ -52,12 +59,15 @@ def refit_policy_generation(
             policy_generation.disconnect()
             raise
     if policy_generation.version is None:
-        raise RefitError("a refit ended without an error, yet not all engines have the same whole weights; this is a defect of megarl")
+        raise RefitError(
+            "a refit ended without an error, yet not all engines have the same whole weights; this is a "
+            "defect of megarl"
+        )
 
 
 def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | None) -> None:
-    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for any number of groups, and
-    before the first one what they agree on."""
+    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for
+    any number of groups, and before the first one what they agree on."""
     generation.take_slices(policy.send_slices(generation.slices_wanted()))
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
     sending = policy.hand_over_weights(session, ticket, buffer_gib)
@@ -73,7 +83,8 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
 
 
 def connect(policy: Policy, generation: RolloutEngine) -> None:
-    """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced by another.
+    """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced
+    by another.
 
     Raises:
         RefitError: the engines and the policy did not find each other.
@@ -93,7 +104,9 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
         generation.disconnect()
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
-        logger.warning("attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error)
+        logger.warning(
+            "attempt %d of %d to connect the engines failed: %s", attempt, CONNECTION_ATTEMPTS, error
+        )
 
 
 def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError | None:
@@ -145,25 +158,35 @@ class Refit:
             self.check()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of ones that were killed or hang. The policy keeps its weights; the next refit brings them.
+        """Start new engines in place of ones that were killed or hang. The policy keeps its weights; the next
+        refit brings them.
 
         Args:
             error: of the refit or the call that failed.
 
         Raises:
-            MegarlError: ``error`` itself where all engines live, or were started anew ``max_restarts`` times; else that of the last start.
-            WorkerLostError: a node is lost, and with it their places, for which new engines would wait: the run looks for others.
+            MegarlError: ``error`` itself where all engines live, or were started anew ``max_restarts`` times;
+                else that of the last start.
+            WorkerLostError: a node is lost, and with it their places, for which new engines would wait: the
+                run looks for others.
         """
         if self.generation.is_alive():
             raise error
         while True:
             lost = self.lost_nodes()
             if lost:
-                raise WorkerLostError(f"node {', '.join(lost)} is lost, with places of the engines: {error}") from error
+                raise WorkerLostError(
+                    f"node {', '.join(lost)} is lost, with places of the engines: {error}"
+                ) from error
             if self.restarts >= self.max_restarts:
                 raise error
             self.restarts += 1
-            logger.warning("engines were lost, start %d of at most %d of new ones: %s", self.restarts, self.max_restarts, error)
+            logger.warning(
+                "engines were lost, start %d of at most %d of new ones: %s",
+                self.restarts,
+                self.max_restarts,
+                error,
+            )
             self.on_restart(error)
             try:
                 self.generation.restart(self.policy)

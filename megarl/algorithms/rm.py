@@ -1,4 +1,5 @@
-"""Reward model: a score of a prompt with an answer, learned from pairs of answers of which one was preferred (Bradley-Terry)."""
+"""Reward model: a score of a prompt with an answer, learned from pairs of answers of which one was preferred
+(Bradley-Terry)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class RMConfig(SupervisedConfig):
-    """A reward model. ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs."""
+    """A reward model. ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count
+    pairs."""
 
 
 class RM(Supervised):
@@ -30,8 +32,10 @@ class RM(Supervised):
         super().__init__(parts, PreferenceLoss())
         if parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id:
             logger.warning(
-                "policy.tokenizer: %r both pads and ends an answer. Scores here are those of the last token; transformers, which knows "
-                "padding by its token alone, reads an exported model at the token before the end. Fix: give the tokenizer a padding token "
+                "policy.tokenizer: %r both pads and ends an answer. Scores here are those of the last "
+                "token; transformers, which knows "
+                "padding by its token alone, reads an exported model at the token before the end. Fix: give "
+                "the tokenizer a padding token "
                 "of its own, where that matters",
                 parts.tokenizer.eos_token,
             )

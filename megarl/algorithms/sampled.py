@@ -43,7 +43,8 @@ class SampledConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "most responses of a conversation, with an environment that answers them; behind the last one it ends as it is.",
+                "most responses of a conversation, with an environment that answers them; behind the last "
+                "one it ends as it is.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -53,7 +54,8 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "most tokens of a conversation behind its prompt, those of observations among them; ``policy.generation.max_new_tokens`` "
+                "most tokens of a conversation behind its prompt, those of observations among them; "
+                "``policy.generation.max_new_tokens`` "
                 "bounds each response. null for the room that ``policy.max_total_sequence_length`` leaves.",
                 AT_LEAST_1,
                 default=None,
@@ -63,22 +65,38 @@ class SampledConfig(TypedDict):
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
-            Key("maximum number of passes over the training data, whatever max_num_steps; null for no limit.", AT_LEAST_1, default=None),
+            Key(
+                "maximum number of passes over the training data, whatever max_num_steps; null for no limit.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
     val_period: NotRequired[
-        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0, advice="write 0 for no validation")]
+        Annotated[
+            int,
+            Key(
+                "steps between validations; 0 for none.",
+                AT_LEAST_0,
+                default=0,
+                advice="write 0 for no validation",
+            ),
+        ]
     ]
     val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
     val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
     max_val_samples: NotRequired[
-        Annotated[int | None, Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None),
+        ]
     ]
     val_batch_size: NotRequired[
         Annotated[
             int | None,
             Key(
-                "prompts of a validation set that are generated together; null for the whole set in one call. A policy that generates "
+                "prompts of a validation set that are generated together; null for the whole set in one "
+                "call. A policy that generates "
                 "itself takes ``policy.generation_batch_size`` answers at a time even so.",
                 AT_LEAST_1,
                 default=None,
@@ -89,8 +107,10 @@ class SampledConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "responses sampled per validation prompt, k. More than one gives mean@k, pass@k and majority@k, and needs "
-                "``policy.generation.val_temperature``. A source of ``data.validation`` may have a number of its own.",
+                "responses sampled per validation prompt, k. More than one gives mean@k, pass@k and "
+                "majority@k, and needs "
+                "``policy.generation.val_temperature``. A source of ``data.validation`` may have a number "
+                "of its own.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -99,10 +119,11 @@ class SampledConfig(TypedDict):
 
 
 class Sampled(Algorithm):
-    """One step samples answers to some prompts and trains on them; a validation judges answers to those of its own data.
+    """One step samples answers to some prompts and trains on them; a validation judges answers to those of
+    its own data.
 
-    A step of an algorithm that learns from rewards is made of four: ``sample``, ``score``, ``advantages``, ``train``. A variant overrides
-    the one that it does otherwise.
+    A step of an algorithm that learns from rewards is made of four: ``sample``, ``score``, ``advantages``,
+    ``train``. A variant overrides the one that it does otherwise.
 
     Args:
         parts: what it is made of.
@@ -137,13 +158,21 @@ class Sampled(Algorithm):
         engine: Refit | HeldEngines | None = parts.refit
         self.ahead: SamplingAhead | ReadyFirst | Replay | None = None
         timer = parts.timer
-        asynchrony: AsyncConfig | None = at(self.config, "async_grpo") if at(self.config, "async_grpo.enabled") else None
-        if asynchrony is not None and asynchrony["schedule"] == "in_order" and asynchrony["max_trajectory_age_steps"]:
+        asynchrony: AsyncConfig | None = (
+            at(self.config, "async_grpo") if at(self.config, "async_grpo.enabled") else None
+        )
+        if (
+            asynchrony is not None
+            and asynchrony["schedule"] == "in_order"
+            and asynchrony["max_trajectory_age_steps"]
+        ):
             assert parts.refit is not None, "a rule wants engines apart"
             engine = held = HeldEngines(parts.refit)
             timer = PhaseTimer()
             lag = asynchrony["max_trajectory_age_steps"]
-            self.ahead = SamplingAhead(self._sampled, lag, parts.last_step, held, self.waiting, parts.timer, timer)
+            self.ahead = SamplingAhead(
+                self._sampled, lag, parts.last_step, held, self.waiting, parts.timer, timer
+            )
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
@@ -184,9 +213,16 @@ class Sampled(Algorithm):
             found = joined(groups, range(len(groups)), generations, pad)
             return replace(found, metrics=add_metrics({}, [group.metrics for group in groups]))
 
-        order = Order(prompts, section["lookahead_steps"], section["max_trajectory_age_steps"], section["on_stale"] == "drop")
+        order = Order(
+            prompts,
+            section["lookahead_steps"],
+            section["max_trajectory_age_steps"],
+            section["on_stale"] == "drop",
+        )
         ledger = Ledger(Path(parts.config["run_dir"]) / LEDGER, run)
-        return ReadyFirst(order, collect, join, shared, parts.refit, parts.sampler, parts.last_step, parts.timer, ledger)
+        return ReadyFirst(
+            order, collect, join, shared, parts.refit, parts.sampler, parts.last_step, parts.timer, ledger
+        )
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -196,7 +232,10 @@ class Sampled(Algorithm):
             return {}
         self.turns.take(ACTOR)
         size = self.config["val_batch_size"]
-        validated = [answer_set(self.collector, each, size) for each in validation_sets(self.run_config, self.validation_data)]
+        validated = [
+            answer_set(self.collector, each, size)
+            for each in validation_sets(self.run_config, self.validation_data)
+        ]
         if self.refit is not None:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
@@ -246,7 +285,8 @@ class Sampled(Algorithm):
         elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
             there = "in_order" if groups is None else "ready_first"
             raise UnusableCheckpointError(
-                f"{directory} has {len(batches)} batches that wait to be trained on {there}, and this run has another schedule. Fix: go "
+                f"{directory} has {len(batches)} batches that wait to be trained on {there}, and this run "
+                "has another schedule. Fix: go "
                 f"on with grpo.async_grpo.schedule: {there}, or from a checkpoint without any"
             )
         else:
@@ -265,14 +305,18 @@ class Sampled(Algorithm):
         from megarl.rollout.samples import sampling_seeds
 
         prompts, generations = self.config["num_prompts_per_step"], self.generations
-        rollouts = self.collect(self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step)
+        rollouts = self.collect(
+            self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step
+        )
         return Sampling(rollouts, rollouts.samples, {})
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts."""
         self.turns.take(ACTOR)
         version = step - 1 if self._version is None else self._version
-        return self._sampling_collector.collect(self.train_data.select(indices), self.generations, seeds, weight_version=version)
+        return self._sampling_collector.collect(
+            self.train_data.select(indices), self.generations, seeds, weight_version=version
+        )
 
     def rows_of(self, rollouts: Rollouts) -> Rollouts:
         """Rollouts with a row for each segment of each response."""
@@ -280,9 +324,12 @@ class Sampled(Algorithm):
 
         return rows_of_segments(rollouts, self.collector.tokenizer.pad_token_id)
 
-    def batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
-        """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the
-        policy before the update, ``prev_logprobs``, and those of the reference, ``reference_policy_logprobs``."""
+    def batch_of(
+        self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool
+    ) -> BatchedDataDict[Any]:
+        """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for,
+        the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the reference,
+        ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
@@ -306,13 +353,18 @@ class Sampled(Algorithm):
                 self.timer.passed(passed)
         return batch
 
-    def train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
-        """Train on a batch, so often; the metrics of that. Global batches in which nothing counts are left out."""
+    def train_policy(
+        self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
+    ) -> dict[str, float]:
+        """Train on a batch, so often; the metrics of that. Global batches in which nothing counts are left
+        out."""
         from megarl.algorithms.train_results import trained_sequences
 
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            kept, results, metrics = self._trained_on(self.policy, batch, self.loss_fn, step, rollouts, epochs)
+            kept, results, metrics = self._trained_on(
+                self.policy, batch, self.loss_fn, step, rollouts, epochs
+            )
             self.policy.finish_training()
             for result in results:
                 self.timer.passed(trained_sequences(kept, result, self.loss_fn))
@@ -321,10 +373,17 @@ class Sampled(Algorithm):
         return metrics
 
     def _trained_on(
-        self, model: Policy, batch: BatchedDataDict[Any], loss_fn: Any, step: int, rollouts: Rollouts, epochs: int, role: Role | None = None
+        self,
+        model: Policy,
+        batch: BatchedDataDict[Any],
+        loss_fn: Any,
+        step: int,
+        rollouts: Rollouts,
+        epochs: int,
+        role: Role | None = None,
     ) -> tuple[BatchedDataDict[Any], list[dict[str, Any]], dict[str, float]]:
-        """Train a model on the global batches of a step in which something counts, so often: their rows, the result of each time, and the
-        metrics."""
+        """Train a model on the global batches of a step in which something counts, so often: their rows, the
+        result of each time, and the metrics."""
         from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
         from megarl.rollout.segment_rows import RESPONSE, global_batches
@@ -332,12 +391,15 @@ class Sampled(Algorithm):
         section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
         size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
         if RESPONSE in batch:
-            batch, size, rows = global_batches(batch, size, rows_of_a_round(section, model.data_parallel_size))
+            batch, size, rows = global_batches(
+                batch, size, rows_of_a_round(section, model.data_parallel_size)
+            )
             gbs = size
         found = filled(batch, size)
         records = [rollouts.records[rows[row]].index for row in found.rows]
         results = [
-            self.skipped.train(model, found.batch, loss_fn, step, records, gbs, role=role) for _ in range(epochs if len(found.rows) else 0)
+            self.skipped.train(model, found.batch, loss_fn, step, records, gbs, role=role)
+            for _ in range(epochs if len(found.rows) else 0)
         ]
         return found.batch, results, found.with_left_out(metrics_of_epochs(results, loss_fn))
 
@@ -354,8 +416,8 @@ def mean(values: Tensor) -> float:
 
 
 def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
-    """Figures of the answers that a step judged: rewards without those that are masked, and the accuracy where it is not the reward;
-    neither where there are none."""
+    """Figures of the answers that a step judged: rewards without those that are masked, and the accuracy
+    where it is not the reward; neither where there are none."""
     counted = ~judged["masked"]
     accuracies = judged["accuracy"][counted] if "accuracy" in judged else judged["reward"][:0]
     found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}

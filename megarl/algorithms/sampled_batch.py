@@ -67,9 +67,13 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     from safetensors.torch import save_file
 
     samples, judged = batch.rollouts.samples, batch.judged
-    tensors = {f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)
+    }
     if judged is not samples:
-        tensors |= {f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)}
+        tensors |= {
+            f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)
+        }
     tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
     path = _path_of(place, number)
     save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
@@ -102,7 +106,9 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
         return {number: load_batch(place, number, data) for number in numbers}
     except ValueError as error:
         what = f"the batches in {place} that wait to be trained on cannot be read ({error})"
-        raise UnusableCheckpointError(f"{what}. Fix: remove {directory} to resume from an earlier one") from error
+        raise UnusableCheckpointError(
+            f"{what}. Fix: remove {directory} to resume from an earlier one"
+        ) from error
 
 
 def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
@@ -135,9 +141,18 @@ def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
 
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    found = {name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name] for name in told["columns"]}
+    found = {
+        name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name]
+        for name in told["columns"]
+    }
     samples: BatchedDataDict[Any] = BatchedDataDict(found)
-    judged = {name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)}
-    earlier = {name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)}
-    rollouts = Rollouts(samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None)
+    judged = {
+        name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)
+    }
+    earlier = {
+        name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)
+    }
+    rollouts = Rollouts(
+        samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None
+    )
     return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])

@@ -1,8 +1,10 @@
-"""Proof of the served policy: after a refit, engines and policy score the same tokens, and where engines can tell, compare their weights.
+"""Proof of the served policy: after a refit, engines and policy score the same tokens, and where engines can
+tell, compare their weights.
 
-A response says what its engine computed with, never what it should have. While both hold the same version, what they compute of given
-tokens may differ by rounding alone. Weights are compared bit for bit where an engine exports them as a policy does; elsewhere by
-log-probabilities only, and a test over the refits tells wrong weights from rounding.
+A response says what its engine computed with, never what it should have. While both hold the same version,
+what they compute of given tokens may differ by rounding alone. Weights are compared bit for bit where an
+engine exports them as a policy does; elsewhere by log-probabilities only, and a test over the refits tells
+wrong weights from rounding.
 """
 
 from __future__ import annotations
@@ -29,17 +31,20 @@ ENGINE_CHECK_ERROR = "engine_check_error"
 """Metric: the mean absolute difference of the two log-probabilities of a token, right after a refit."""
 
 _FLOORS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
-"""Differences of other kernels in a precision, below which none counts, mixtures included: another expert is chosen now and then."""
+"""Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
+chosen now and then."""
 _REMEMBERED, _DRIFT, _ALARM = 20, math.log(2), math.log(8)
 _NAMED = 3
 
 
 @dataclass
 class RoundingTest:
-    """A sequential test (CUSUM) of errors of one refit after another: whether they are still the rounding that they were.
+    """A sequential test (CUSUM) of errors of one refit after another: whether they are still the rounding
+    that they were.
 
-    The logarithm of an error over the median of those before it, less ``log 2``, is summed up and never falls below 0; ``log 8`` is an
-    alarm. So one error of 16 times the usual is, or three in a row of 4 times. What is below ``floor`` counts as ``floor``.
+    The logarithm of an error over the median of those before it, less ``log 2``, is summed up and never falls
+    below 0; ``log 8`` is an alarm. So one error of 16 times the usual is, or three in a row of 4 times. What
+    is below ``floor`` counts as ``floor``.
 
     Attributes:
         floor: see above.
@@ -73,7 +78,9 @@ class ServedCheck:
         seed: by which sequences are drawn.
     """
 
-    def __init__(self, section: EngineCheckConfig, policy: Policy, engines: RolloutEngine, precision: str, seed: int) -> None:
+    def __init__(
+        self, section: EngineCheckConfig, policy: Policy, engines: RolloutEngine, precision: str, seed: int
+    ) -> None:
         self._count, self._stops = section["sequences"], section["on_difference"] == "stop"
         self._policy, self._engines, self._seed = policy, engines, seed
         self._test = RoundingTest(_FLOORS[precision])
@@ -90,19 +97,25 @@ class ServedCheck:
         rows = sorted(random.Random(f"{self._seed}:{step}").sample(usable, min(self._count, len(usable))))
         if rows:
             names = ("input_ids", "input_lengths", "token_mask")
-            batch: BatchedDataDict[Any] = BatchedDataDict({name: samples[name] for name in names}).select_indices(rows)
+            batch: BatchedDataDict[Any] = BatchedDataDict(
+                {name: samples[name] for name in names}
+            ).select_indices(rows)
             # an engine that scores a prompt draws a token behind it,
             # for which a sequence of full length would have no room
             batch["input_lengths"] = batch["input_lengths"] - 1
             inside = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
-            batch["input_ids"], batch["token_mask"] = batch["input_ids"] * inside, batch["token_mask"] * inside
+            batch["input_ids"], batch["token_mask"] = (
+                batch["input_ids"] * inside,
+                batch["token_mask"] * inside,
+            )
             self._batch = batch
 
     def check(self) -> None:
         """Compare; both have the same version now. Nothing is done before the first batch.
 
         Raises:
-            MismatchError: the engines do not compute with the policy's weights, and ``on_difference`` is ``stop``.
+            MismatchError: the engines do not compute with the policy's weights, and ``on_difference`` is
+                ``stop``.
         """
         self.metrics = {}
         if self._batch is None or not self._count:
@@ -111,9 +124,12 @@ class ServedCheck:
         if fault is None:
             return
         message = (
-            f"{fault}. Right after a refit, at version {self._engines.version}, engines and policy should compute alike. Nothing was "
-            "sampled with them. Fix: look for what the engine does to weights that it loads (another dtype, quantisation, a family read "
-            "otherwise), start new engines, and report it where the engine is megarl's own; policy.generation.engine_check.on_difference: "
+            f"{fault}. Right after a refit, at version {self._engines.version}, engines and policy should "
+            "compute alike. Nothing was "
+            "sampled with them. Fix: look for what the engine does to weights that it loads (another dtype, "
+            "quantisation, a family read "
+            "otherwise), start new engines, and report it where the engine is megarl's own; "
+            "policy.generation.engine_check.on_difference: "
             "warn goes on all the same"
         )
         if self._stops:
@@ -121,7 +137,8 @@ class ServedCheck:
         logger.warning("%s", message)
 
     def _fault_of_weights(self) -> str | None:
-        """Names of weights that are others in the engines, read there behind the load; None where all are equal or it cannot be told."""
+        """Names of weights that are others in the engines, read there behind the load; None where all are
+        equal or it cannot be told."""
         theirs = self._engines.weight_digests()
         if theirs is None:
             return None
@@ -130,7 +147,10 @@ class ServedCheck:
         if not wrong:
             return None
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        return f"{len(wrong)} of {len(ours)} weights are not the policy's in the engines: {', '.join(wrong[:_NAMED])}{more}"
+        return (
+            f"{len(wrong)} of {len(ours)} weights are not the policy's in the engines: "
+            f"{', '.join(wrong[:_NAMED])}{more}"
+        )
 
     def _fault_of_scores(self, batch: BatchedDataDict[Any]) -> str | None:
         theirs = self._engines.score(batch)
@@ -145,4 +165,7 @@ class ServedCheck:
         self.metrics = {ENGINE_CHECK_ERROR: error}
         if not self._test.is_alarmed(error):
             return None
-        return f"the engines' log-probabilities of {int(counts.sum())} given tokens are {error:.3g} apart from the policy's, on average"
+        return (
+            f"the engines' log-probabilities of {int(counts.sum())} given tokens are {error:.3g} apart "
+            "from the policy's, on average"
+        )

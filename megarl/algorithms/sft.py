@@ -34,6 +34,7 @@ class SFT(Supervised):
         return float((batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum())
 
     def validate(self) -> dict[str, float]:
-        """``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first ``val_batches`` global batches."""
+        """``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first ``val_batches``
+        global batches."""
         found = super().validate()
         return {**found, "perplexity": math.exp(min(found["loss"], 700.0))} if found else {}

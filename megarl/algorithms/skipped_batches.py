@@ -1,4 +1,5 @@
-"""Keeps the batches after which no optimizer step was taken, so that somebody can look at them, and leaves those out that have nothing."""
+"""Keeps the batches after which no optimizer step was taken, so that somebody can look at them, and leaves
+those out that have nothing."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ DIRECTORY = "skipped"
 MOST_KEPT = 20
 
 EMPTY_GLOBAL_BATCHES = "empty_global_batches"
-"""Metric: global batches of a step that were left out, where there were any; they are among its ``skipped_steps`` too."""
+"""Metric: global batches of a step that were left out, where there were any; they are among its
+``skipped_steps`` too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
     """Trains, and keeps what could not be trained on.
 
-    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json`` of another role (what was
-    seen first on which rank, in which micro-batch and rows) and ``step_N.safetensors`` beside it (those rows of the batch, all columns, and
-    their numbers as ``row``; where nobody knows the rows, the whole global batch). The first twenty steps are kept.
+    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json``
+    of another role (what was seen first on which rank, in which micro-batch and rows) and
+    ``step_N.safetensors`` beside it (those rows of the batch, all columns, and their numbers as ``row``;
+    where nobody knows the rows, the whole global batch). The first twenty steps are kept.
 
     Attributes:
         directory: made when it is needed; None keeps nothing.
@@ -68,7 +71,8 @@ class SkippedBatches:
             loss_fn: the loss.
             step: number of the step.
             records: [B] index in the training data of the record that each row comes from.
-            gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's configuration.
+            gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's
+                configuration.
             role: that the model plays, where it is not the actor.
 
         Raises:
@@ -84,7 +88,14 @@ class SkippedBatches:
             self._keep(batch, result["skipped"], step, records, name)
         return result
 
-    def _keep(self, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int], name: str) -> None:
+    def _keep(
+        self,
+        batch: Mapping[str, Any],
+        skipped: Sequence[Mapping[str, Any]],
+        step: int,
+        records: Sequence[int],
+        name: str,
+    ) -> None:
         for found in skipped:
             figures = f"loss = {found['loss']}, gradient norm = {found['grad_norm']}"
             logger.warning("step %d: no optimizer step was taken: %s; weights are as before", step, figures)
@@ -95,15 +106,31 @@ class SkippedBatches:
         try:
             self._write(self.directory / f"{name}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
-            logger.warning("what was seen in step %d, and the rows, cannot be kept in %s: %s", step, self.directory, error)
+            logger.warning(
+                "what was seen in step %d, and the rows, cannot be kept in %s: %s",
+                step,
+                self.directory,
+                error,
+            )
 
     @staticmethod
-    def _write(path: Path, batch: Mapping[str, Any], skipped: Sequence[Mapping[str, Any]], step: int, records: Sequence[int]) -> None:
+    def _write(
+        path: Path,
+        batch: Mapping[str, Any],
+        skipped: Sequence[Mapping[str, Any]],
+        step: int,
+        records: Sequence[int],
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})
-        report = {"step": step, "skipped": _plain(skipped), "rows": rows, "records": [records[row] for row in rows]}
+        report = {
+            "step": step,
+            "skipped": _plain(skipped),
+            "rows": rows,
+            "records": [records[row] for row in rows],
+        }
         path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _write_rows(batch, rows, path.with_suffix(".safetensors"))
         logger.warning("what was seen, and the rows, are in %s and .safetensors beside it", path)
@@ -120,7 +147,9 @@ def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> No
     from safetensors.torch import save_file
 
     chosen = torch.tensor(rows, dtype=torch.int64)
-    columns = {name: value[chosen].contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    columns = {
+        name: value[chosen].contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)
+    }
     save_file({**columns, "row": chosen}, path)
 
 
@@ -156,8 +185,8 @@ class Filled:
 
 
 def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
-    """The global batches of ``size`` rows in which a token counts that has a log-probability. After others an optimizer step would move
-    weights by momentum and decay alone."""
+    """The global batches of ``size`` rows in which a token counts that has a log-probability. After others an
+    optimizer step would move weights by momentum and decay alone."""
     import torch
 
     from megarl.models.engine.microbatches import under_mask
@@ -199,28 +228,46 @@ class EmptySteps:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        cut, unscored, total = int(samples["truncated"].sum()), int(samples["masked"].sum()), len(samples["truncated"])
-        found = f"step {step}: none of its {total} answers counts: {cut} were cut off, {unscored} could not be scored"
+        cut, unscored, total = (
+            int(samples["truncated"].sum()),
+            int(samples["masked"].sum()),
+            len(samples["truncated"]),
+        )
+        found = (
+            f"step {step}: none of its {total} answers counts: {cut} were cut off, {unscored} could not "
+            "be scored"
+        )
         if self.in_a_row < self.most:
             logger.warning("%s. No optimizer step was taken", found)
             return
         raise BatchError(
-            f"{found}. So it was in {self.in_a_row} steps in a row (policy.max_consecutive_skips = {self.most}), in which no weight was "
-            f"changed. Fix: raise policy.generation.max_new_tokens, write {self.section}.overlong_filtering: false, or see why the "
+            f"{found}. So it was in {self.in_a_row} steps in a row (policy.max_consecutive_skips = "
+            f"{self.most}), in which no weight was "
+            "changed. Fix: raise policy.generation.max_new_tokens, write "
+            f"{self.section}.overlong_filtering: false, or see why the "
             "environment does not score answers"
         )
 
 
 NO_SIGNAL_STEPS = (1, 5)
-"""Steps that are looked at: a run that does not learn should be stopped early, and the first step may be chance."""
+"""Steps that are looked at: a run that does not learn should be stopped early, and the first step may be
+chance."""
 
 _WHOLE_SOLUTIONS = ("####", "\\boxed")
 
 
-def warn_of_no_signal(step: int, samples: Mapping[str, Tensor], advantages: Tensor, records: Sequence[Example], config: RunConfig) -> None:
-    """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards tell no response from another, so that the step has no gradient.
+def warn_of_no_signal(
+    step: int,
+    samples: Mapping[str, Tensor],
+    advantages: Tensor,
+    records: Sequence[Example],
+    config: RunConfig,
+) -> None:
+    """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards tell no response from another, so that the
+    step has no gradient.
 
-    That is where all advantages are 0, and, for estimators with values of their own, where all rewards are the same.
+    That is where all advantages are 0, and, for estimators with values of their own, where all rewards are
+    the same.
 
     Args:
         step: of the run, counted from 1.
@@ -238,7 +285,8 @@ def warn_of_no_signal(step: int, samples: Mapping[str, Tensor], advantages: Tens
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
     causes = "; ".join(likely_causes(samples, records, config)) or "none is known"
     logger.warning(
-        "step %d: all rewards of every group are equal (%d responses, rewards %s), so that there is no gradient in this step. Look at "
+        "step %d: all rewards of every group are equal (%d responses, rewards %s), so that there is no "
+        "gradient in this step. Look at "
         "`megarl samples %s`. Likely cause: %s",
         step,
         len(rewards),
@@ -248,21 +296,33 @@ def warn_of_no_signal(step: int, samples: Mapping[str, Tensor], advantages: Tens
     )
 
 
-def likely_causes(samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig) -> Iterator[str]:
+def likely_causes(
+    samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig
+) -> Iterator[str]:
     """Yield what makes all rewards equal, as far as the responses and the references show it."""
-    rewards = [reward for key, section in environments_of(config["env"]).items() for reward in rewards_of(section, key).values()]
+    rewards = [
+        reward
+        for key, section in environments_of(config["env"]).items()
+        for reward in rewards_of(section, key).values()
+    ]
     names = {reward.get("reward") for reward in rewards}
     marks = [mark for mark in _WHOLE_SOLUTIONS if any(mark in record.answer for record in records)]
     if "exact_match" in names and marks:
         yield (
-            f"references have {' and '.join(map(repr, marks))}, and exact_match compares a response with the whole of them: use "
+            f"references have {' and '.join(map(repr, marks))}, and exact_match compares a response with "
+            "the whole of them: use "
             f"env.reward={'gsm8k' if marks[0] == '####' else 'math'}"
         )
     generation = generation_of(config["policy"])
     if bool(samples["truncated"].all()):
         yield (
-            f"all responses were cut off at policy.generation.max_new_tokens = {generation['max_new_tokens']}, none ended by one of the "
-            f"stop tokens {generation['stop_token_ids']}: raise the limit, or see whether the model knows the chat template"
+            "all responses were cut off at policy.generation.max_new_tokens = "
+            f"{generation['max_new_tokens']}, none ended by one of the "
+            f"stop tokens {generation['stop_token_ids']}: raise the limit, or see whether the model knows "
+            "the chat template"
         )
     elif int(samples["generation_lengths"].max()) <= 1:
-        yield "all responses are empty: the model ends where it should begin, so see whether it knows the chat template"
+        yield (
+            "all responses are empty: the model ends where it should begin, so see whether it knows the "
+            "chat template"
+        )

@@ -1,4 +1,5 @@
-"""Training on given answers: what supervised fine-tuning, preference optimisation and reward models have in common."""
+"""Training on given answers: what supervised fine-tuning, preference optimisation and reward models have in
+common."""
 
 from __future__ import annotations
 
@@ -24,19 +25,32 @@ class SupervisedConfig(TypedDict):
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
-            Key("maximum number of passes over the training data, whatever max_num_steps; null for no limit.", AT_LEAST_1, default=None),
+            Key(
+                "maximum number of passes over the training data, whatever max_num_steps; null for no limit.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
-    val_period: NotRequired[Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]]
-    val_batches: NotRequired[Annotated[int | None, Key("global batches of a validation; null for all.", AT_LEAST_1, default=None)]]
-    val_global_batch_size: NotRequired[Annotated[int, Key("samples, or pairs, of a global batch of a validation.", AT_LEAST_1)]]
-    val_micro_batch_size: NotRequired[Annotated[int, Key("samples, or pairs, of a forward pass on one data-parallel rank.", AT_LEAST_1)]]
+    val_period: NotRequired[
+        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]
+    ]
+    val_batches: NotRequired[
+        Annotated[int | None, Key("global batches of a validation; null for all.", AT_LEAST_1, default=None)]
+    ]
+    val_global_batch_size: NotRequired[
+        Annotated[int, Key("samples, or pairs, of a global batch of a validation.", AT_LEAST_1)]
+    ]
+    val_micro_batch_size: NotRequired[
+        Annotated[int, Key("samples, or pairs, of a forward pass on one data-parallel rank.", AT_LEAST_1)]
+    ]
     val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
     val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
 
 
 class Supervised(Algorithm):
-    """One step trains on one global batch of records; a validation gives means over records, weighted as ``weight`` says.
+    """One step trains on one global batch of records; a validation gives means over records, weighted as
+    ``weight`` says.
 
     Args:
         parts: what it is made of.
@@ -50,7 +64,10 @@ class Supervised(Algorithm):
         super().__init__(parts)
         self.config, policy = at(parts.config, self.section()), parts.config["policy"]
         self.policy = parts.models[ACTOR]
-        self.global_batch_size, self.micro_batch_size = policy["train_global_batch_size"], policy["train_micro_batch_size"]
+        self.global_batch_size, self.micro_batch_size = (
+            policy["train_global_batch_size"],
+            policy["train_micro_batch_size"],
+        )
         self.pad_token_id = parts.tokenizer.pad_token_id
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
         self.timer, self.skipped = parts.timer, parts.skipped
@@ -70,14 +87,21 @@ class Supervised(Algorithm):
             result = self.skipped.train(self.policy, batch, self.loss_fn, step, rows, gbs=gbs, mbs=mbs)
             self.policy.finish_training()
             self.timer.passed(trained_sequences(batch, result, self.loss_fn))
-        return {**self.metrics(result), "epoch": self.sampler.epoch, "num_tokens": int(batch["input_lengths"].sum())}
+        return {
+            **self.metrics(result),
+            "epoch": self.sampler.epoch,
+            "num_tokens": int(batch["input_lengths"].sum()),
+        }
 
     def validate(self) -> dict[str, float]:
-        """Weighted means of ``validated()`` over the first ``val_batches`` global batches, and ``samples``, the number of records."""
+        """Weighted means of ``validated()`` over the first ``val_batches`` global batches, and ``samples``,
+        the number of records."""
         if self.validation_data is None:
             return {}
         size, batches = self.config["val_global_batch_size"], self.config["val_batches"]
-        records = len(self.validation_data) if batches is None else min(len(self.validation_data), batches * size)
+        records = (
+            len(self.validation_data) if batches is None else min(len(self.validation_data), batches * size)
+        )
         gbs, mbs = self._rows(size, self.config["val_micro_batch_size"])
         sums, weights = dict.fromkeys(self.validated(), 0.0), 0.0
         for start in range(0, records, size):
@@ -92,7 +116,8 @@ class Supervised(Algorithm):
         return {**{name: total / weights for name, total in sums.items()}, "samples": records}
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """What the loss reads of these records; filled up to ``rows`` rows, those without a record with ``sample_mask`` 0."""
+        """What the loss reads of these records; filled up to ``rows`` rows, those without a record with
+        ``sample_mask`` 0."""
         from megarl.distributed.token_batches import supervised_batch
 
         return supervised_batch(data.select(records), self.pad_token_id, rows)

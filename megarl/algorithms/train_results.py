@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, float]:
     """Metrics of a training call.
 
-    ``loss`` and ``grad_norm`` are means over its global batches, the others are reduced as the loss declares. There is no ``grad_norm``
-    after an evaluation.
+    ``loss`` and ``grad_norm`` are means over its global batches, the others are reduced as the loss declares.
+    There is no ``grad_norm`` after an evaluation.
     """
     metrics = reduce_metrics(result["all_mb_metrics"], getattr(loss_fn, "metric_reductions", {}))
     metrics["loss"] = float(torch.as_tensor(result["loss"], dtype=torch.float64).mean())
@@ -30,25 +30,35 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
 
 
 def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, float]:
-    """Metrics of several training calls with one batch: the least or largest of those that the loss reduces so, of others the mean; those
-    that only some of them have are of these."""
+    """Metrics of several training calls with one batch: the least or largest of those that the loss reduces
+    so, of others the mean; those that only some of them have are of these."""
     found = [step_metrics(result, loss_fn) for result in results]
     values = {
-        name: [metrics[name] for metrics in found if name in metrics] for name in dict.fromkeys(name for each in found for name in each)
+        name: [metrics[name] for metrics in found if name in metrics]
+        for name in dict.fromkeys(name for each in found for name in each)
     }
     declared = getattr(loss_fn, "metric_reductions", {})
     ways = {name: declared.get(name, default_reduction(name)) for name in values}
-    return {name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name]) for name, each in values.items()}
+    return {
+        name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name])
+        for name, each in values.items()
+    }
 
 
-def trained_sequences(batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction) -> Sequences:
-    """The sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the answer of ``Policy.train``."""
+def trained_sequences(
+    batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction
+) -> Sequences:
+    """The sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the answer
+    of ``Policy.train``."""
     scored = scored_tokens(batch) if getattr(loss_fn, "skips_masked", False) else None
     if reads_values(loss_fn):
-        scored = int(batch["input_lengths"].sum())  # a score layer, which is small, says something of every token
+        scored = int(
+            batch["input_lengths"].sum()
+        )  # a score layer, which is small, says something of every token
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 
 def scored_tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch whose log-probabilities a pass under its masks computes; the first of a row has none."""
+    """Tokens of a batch whose log-probabilities a pass under its masks computes; the first of a row has
+    none."""
     return int(under_mask(batch)[:, 1:].count_nonzero())

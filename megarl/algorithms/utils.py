@@ -20,7 +20,8 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | None = None,
 ) -> Tensor:
-    """``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one is given.
+    """``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one is
+    given.
 
     Values under a zero mask never reach the result, not even NaN or infinity. An empty mask gives exactly 0.
 
@@ -31,10 +32,19 @@ def masked_mean(
         global_normalization_factor: the divisor, for example the valid tokens of the whole global batch.
     """
     weights = mask.to(values.dtype if values.is_floating_point() else torch.float32)
-    kept = torch.where(weights != 0, values.to(weights.dtype), torch.zeros((), dtype=weights.dtype, device=weights.device)) * weights
+    kept = (
+        torch.where(
+            weights != 0,
+            values.to(weights.dtype),
+            torch.zeros((), dtype=weights.dtype, device=weights.device),
+        )
+        * weights
+    )
     total = kept.sum() if dim is None else kept.sum(dim=dim)
     if global_normalization_factor is None:
-        factor: Tensor | float = weights.expand_as(kept).sum() if dim is None else weights.expand_as(kept).sum(dim=dim)
+        factor: Tensor | float = (
+            weights.expand_as(kept).sum() if dim is None else weights.expand_as(kept).sum(dim=dim)
+        )
     else:
         factor = global_normalization_factor
     return total / (factor + _EPSILON)
@@ -49,10 +59,11 @@ def calculate_kl(
 ) -> Tensor:
     """Estimate of KL(policy || reference) for each token sampled from the policy.
 
-    With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d, unbiased; ``k2`` d^2 / 2, biased, but
-    its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased and never negative. Autograd through it gives gradients of the
-    value, which stop at a clamp and are not those of the divergence for k1 and k3; ``ClippedPGLossFn`` has the right ones. Same shape and
-    dtype as the inputs.
+    With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d,
+    unbiased; ``k2`` d^2 / 2, biased, but its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased
+    and never negative. Autograd through it gives gradients of the value, which stop at a clamp and are not
+    those of the divergence for k1 and k3; ``ClippedPGLossFn`` has the right ones. Same shape and dtype as the
+    inputs.
 
     Args:
         logprobs, logprobs_reference: same shape, float; of the policy and of the reference.

@@ -20,18 +20,30 @@ from megarl.observe.metrics import Reduction
 
 
 class PreferenceLoss:
-    """Bradley-Terry: ``mean(-log sigmoid(r_chosen - r_rejected))``, r what the model says at the last token of an answer.
+    """Bradley-Terry: ``mean(-log sigmoid(r_chosen - r_rejected))``, r what the model says at the last token
+    of an answer.
 
-    Rows alternate chosen and rejected. The mean runs over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. A
-    pair counts when both of its rows do. ``accuracy`` is the share of pairs whose chosen answer has the higher score (equal scores are not
-    right), ``margin`` the mean of ``r_chosen - r_rejected``.
+    Rows alternate chosen and rejected. The mean runs over the pairs of the global batch: the normaliser is
+    ``global_valid_seqs / 2``. A pair counts when both of its rows do. ``accuracy`` is the share of pairs
+    whose chosen answer has the higher score (equal scores are not right), ``margin`` the mean of ``r_chosen -
+    r_rejected``.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
     input_type = LossInputType.VALUE
     rows_together = 2
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
-        dict.fromkeys(("loss", "accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples"), Reduction.SUM)
+        dict.fromkeys(
+            (
+                "loss",
+                "accuracy",
+                "margin",
+                "rewards_chosen_mean",
+                "rewards_rejected_mean",
+                "num_valid_samples",
+            ),
+            Reduction.SUM,
+        )
     )
 
     def __call__(
@@ -45,7 +57,8 @@ class PreferenceLoss:
         _check("PreferenceLoss", data, values, {"sample_mask": 1, "input_lengths": 1})
         if values.shape[0] % 2:
             raise BatchError(
-                f"PreferenceLoss: {values.shape[0]} rows, need an even number (chosen, rejected, ...). Fix: keep pairs together"
+                f"PreferenceLoss: {values.shape[0]} rows, need an even number (chosen, rejected, ...). Fix: "
+                "keep pairs together"
             )
         sample_mask = data["sample_mask"].to(values.dtype)
         pair_mask = sample_mask[::2] * sample_mask[1::2]
@@ -70,14 +83,16 @@ class PreferenceLoss:
 
 
 class ValueLoss:
-    """Half the mean squared error of a value model over the valid tokens of the global batch, with PPO's clip of values.
+    """Half the mean squared error of a value model over the valid tokens of the global batch, with PPO's clip
+    of values.
 
     For a token with return R, value v of the state before it, and v_0 that value when the batch was sampled::
 
         loss = 1/2 mean(max((v - R)^2, (v_0 + clip(v - v_0, -value_clip, value_clip) - R)^2))
 
-    The value of the state before token t is what the model says at token t - 1. ``clipped_share`` is the share of tokens whose clipped
-    error is the larger one, so that they have no gradient, or one towards the bound.
+    The value of the state before token t is what the model says at token t - 1. ``clipped_share`` is the
+    share of tokens whose clipped error is the larger one, so that they have no gradient, or one towards the
+    bound.
 
     Args:
         value_clip: largest change of a value that is rewarded; None for no clip.
@@ -90,18 +105,30 @@ class ValueLoss:
     input_type = LossInputType.VALUE
     skips_masked = True
     metric_reductions: Mapping[str, Reduction] = MappingProxyType(
-        dict.fromkeys(("loss", "clipped_share", "values_mean", "returns_mean", "num_valid_samples"), Reduction.SUM)
+        dict.fromkeys(
+            ("loss", "clipped_share", "values_mean", "returns_mean", "num_valid_samples"), Reduction.SUM
+        )
     )
 
     def __init__(self, value_clip: float | None = None) -> None:
         if value_clip is not None and not value_clip > 0:
-            raise ConfigError([Violation("value_clip", value_clip, "must be above 0", "write a number above 0, or null for no clip")])
+            raise ConfigError(
+                [
+                    Violation(
+                        "value_clip",
+                        value_clip,
+                        "must be above 0",
+                        "write a number above 0, or null for no clip",
+                    )
+                ]
+            )
         self.value_clip = value_clip
 
     def __call__(
         self, data: BatchedDataDict, global_valid_seqs: Tensor, global_valid_toks: Tensor, values: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data has ``returns`` and ``prev_values`` [B, S]: column t is of token t, and of the state before it.
+        """See ``LossFunction``. The data has ``returns`` and ``prev_values`` [B, S]: column t is of token t,
+        and of the state before it.
 
         Raises:
             BatchError: a key is missing or a shape does not fit.
@@ -116,7 +143,11 @@ class ValueLoss:
         def mean(of_tokens: Tensor) -> Tensor:
             return masked_mean(of_tokens, mask, global_normalization_factor=global_valid_toks)
 
-        current, returns, previous = visible(values[:, :-1]), visible(data["returns"][:, 1:]), visible(data["prev_values"][:, 1:])
+        current, returns, previous = (
+            visible(values[:, :-1]),
+            visible(data["returns"][:, 1:]),
+            visible(data["prev_values"][:, 1:]),
+        )
         error = clipped = (current - returns).square()
         if self.value_clip is not None:
             moved = current - previous
@@ -135,19 +166,25 @@ class ValueLoss:
 
 
 def last_values(values: Tensor, lengths: Tensor) -> Tensor:
-    """[B]: of each row of ``values`` [B, S] the entry at its last token, ``lengths`` [B] int tokens, at least 1. Differentiable."""
+    """[B]: of each row of ``values`` [B, S] the entry at its last token, ``lengths`` [B] int tokens, at least
+    1. Differentiable."""
     return values.gather(1, lengths.long()[:, None] - 1).squeeze(1)
 
 
 def _check(loss: str, data: BatchedDataDict, values: Tensor, keys: Mapping[str, int]) -> None:
-    """Refuse a micro-batch that lacks one of the keys, each with its number of dimensions, or holds one of another shape."""
+    """Refuse a micro-batch that lacks one of the keys, each with its number of dimensions, or holds one of
+    another shape."""
     for key, dimensions in keys.items():
         shape: Sequence[int] = values.shape[:dimensions]
         if key not in data:
-            raise BatchError(f"{loss} needs the key {key!r}; the batch has {sorted(data)}. Fix: add {key!r} {list(shape)} to the batch")
+            raise BatchError(
+                f"{loss} needs the key {key!r}; the batch has {sorted(data)}. Fix: add {key!r} "
+                f"{list(shape)} to the batch"
+            )
         found = tuple(data[key].shape)
         if found != tuple(shape):
             raise BatchError(
-                f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for values {list(values.shape)}. "
+                f"{loss}: {key!r} has shape {list(found)}, expected {list(shape)} for values "
+                f"{list(values.shape)}. "
                 f"Fix: pad {key!r} like input_ids"
             )

@@ -48,7 +48,11 @@ class BaseModel:
 
     def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
         """Say in a checkpoint of adapters how they change which model."""
-        record = {"model_name": peft["base_model_name_or_path"], "weights": self.digest, "adapter": dict(peft)}
+        record = {
+            "model_name": peft["base_model_name_or_path"],
+            "weights": self.digest,
+            "adapter": dict(peft),
+        }
         (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
@@ -60,7 +64,8 @@ class BaseModel:
         """
         if not is_file(directory / BASE_FILE):
             raise CheckpointError(
-                f"{directory} holds all weights of a model, and {_KEY}.enabled is true. Fix: export it and name the export as "
+                f"{directory} holds all weights of a model, and {_KEY}.enabled is true. Fix: export it and "
+                "name the export as "
                 f"policy.model_name, or set {_KEY}.enabled to false"
             )
         record = _read_json(directory / BASE_FILE)
@@ -68,12 +73,14 @@ class BaseModel:
         for key, name in _SAME.items():
             if stored.get(key) != peft[key]:
                 raise CheckpointError(
-                    f"{directory} holds adapters with {name} = {stored.get(key)!r}, and {_KEY} gives {peft[key]!r}. "
+                    f"{directory} holds adapters with {name} = {stored.get(key)!r}, and {_KEY} gives "
+                    f"{peft[key]!r}. "
                     f"Fix: set {_KEY}.{name} to the checkpoint's"
                 )
         if record.get("weights") != self.digest:
             raise CheckpointError(
-                f"{directory} holds adapters of {record.get('model_name')}, and the weights in {self._directory} are others. Fix: name the "
+                f"{directory} holds adapters of {record.get('model_name')}, and the weights in "
+                f"{self._directory} are others. Fix: name the "
                 "model that they were trained beside as policy.model_name"
             )
 
@@ -86,7 +93,9 @@ def refuse_adapters(directory: Path) -> None:
     """
     if is_file(directory / BASE_FILE):
         name = _read_json(directory / BASE_FILE).get("model_name")
-        raise CheckpointError(f"{directory} holds adapters of {name} alone. Fix: set {_KEY} as its {BASE_FILE} says")
+        raise CheckpointError(
+            f"{directory} holds adapters of {name} alone. Fix: set {_KEY} as its {BASE_FILE} says"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -94,5 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_again(read, str(path)))
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. It is damaged; take another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. It is damaged; take another checkpoint"
+        ) from error
     return found if isinstance(found, dict) else {}

@@ -111,7 +111,9 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
 
 def waits_in_memory(path: Path) -> bool:
     """Return whether a directory of a checkpoint is one that waits in shared memory."""
-    return any(parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents))
+    return any(
+        parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents)
+    )
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
@@ -214,7 +216,8 @@ def files_to_move(source: Path, target: Path) -> list[str]:
         found += [(here / name).as_posix() for name in names]
     if not found:
         raise CheckpointError(
-            f"no rank has written a file to {source}. Fix: let the ranks of a node have the same {SHARED_MEMORY} as each other, or write "
+            f"no rank has written a file to {source}. Fix: let the ranks of a node have the same "
+            f"{SHARED_MEMORY} as each other, or write "
             "checkpointing.async_save=false"
         )
     return found

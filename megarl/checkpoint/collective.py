@@ -101,7 +101,10 @@ def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -
     all ranks."""
     problems: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
     dist.all_gather_object(problems, (problem, issubclass(kind, StorageError)))
-    found = next(((rank, text, of_storage) for rank, (text, of_storage) in enumerate(problems) if text is not None), None)
+    found = next(
+        ((rank, text, of_storage) for rank, (text, of_storage) in enumerate(problems) if text is not None),
+        None,
+    )
     if found is not None:
         rank, text, of_storage = found
         raise (StorageError if of_storage else CheckpointError)(f"rank {rank}: {text}")

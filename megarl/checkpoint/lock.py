@@ -47,7 +47,9 @@ class Owner:
     job_restart: int
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}" + (f" (Slurm job {self.job_id})" if self.job_id else "")
+        return f"process {self.pid} on host {self.host}" + (
+            f" (Slurm job {self.job_id})" if self.job_id else ""
+        )
 
 
 def read_owner(directory: Path) -> Owner | None:
@@ -134,8 +136,10 @@ class RunLock:
             return
         there = "its file run.lock is not the one" if self.directory.is_dir() else "it is not there any more"
         raise StateError(
-            f"run directory {self.directory} was removed, renamed or replaced while the run wrote into it: {there}. The run ends before it "
-            "writes more. Fix: see who did that; bring the directory back from where it was moved to, and start the run again"
+            f"run directory {self.directory} was removed, renamed or replaced while the run wrote into it: "
+            f"{there}. The run ends before it "
+            "writes more. Fix: see who did that; bring the directory back from where it was moved to, and "
+            "start the run again"
         )
 
     def release(self) -> None:
@@ -160,7 +164,8 @@ class RunLock:
     def _refusal(self, owner: Owner | None) -> str:
         return (
             f"run directory {self.directory} is in use by {owner or 'another process'}; one run a directory. "
-            f"Fix: wait for it, stop it, choose another run_dir, or remove {self.path} when that process is certainly dead"
+            f"Fix: wait for it, stop it, choose another run_dir, or remove {self.path} when that process is "
+            "certainly dead"
         )
 
 

@@ -57,7 +57,10 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
         return [plain_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return plain_json(value.item(), where)
-    raise CheckpointError(f"{where} is a {type(value).__name__}; only numbers, texts, lists and mappings are saved. Fix: convert it first")
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}; only numbers, texts, lists and mappings are saved. Fix: "
+        "convert it first"
+    )
 
 
 def read_info(checkpoint: Path) -> dict[str, Any]:
@@ -70,9 +73,13 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
     try:
         info = json.loads(read_again(path.read_bytes, str(path)))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Fix: resume from another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Fix: resume from another checkpoint"
+        ) from error
     if not isinstance(info, dict):
-        raise CheckpointError(f"{path} holds a {type(info).__name__}, not an object. Fix: resume from another checkpoint")
+        raise CheckpointError(
+            f"{path} holds a {type(info).__name__}, not an object. Fix: resume from another checkpoint"
+        )
     return info
 
 
@@ -117,7 +124,9 @@ def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
 def _refuse_other_keys(value: Mapping[Any, Any], where: str) -> None:
     for key in value:
         if not isinstance(key, str):
-            raise CheckpointError(f"{where} has the key {key!r}; JSON keys are texts. Fix: write {str(key)!r}")
+            raise CheckpointError(
+                f"{where} has the key {key!r}; JSON keys are texts. Fix: write {str(key)!r}"
+            )
 
 
 def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
@@ -143,7 +152,10 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
 
 
 def steps_to_keep(
-    metrics: Mapping[int, float | None], keep_top_k: int | None, higher_is_better: bool, keep_latest: bool = True
+    metrics: Mapping[int, float | None],
+    keep_top_k: int | None,
+    higher_is_better: bool,
+    keep_latest: bool = True,
 ) -> set[int]:
     """Return the best ``keep_top_k`` steps, and the latest one besides; all of them when ``keep_top_k`` is
     None.
@@ -180,7 +192,9 @@ class CheckpointManager:
         keep_top_k: how many of the best to keep, besides the latest; None keeps all.
     """
 
-    def __init__(self, config: CheckpointingConfig, lock: RunLock | None = None, verify_hashes: bool = True) -> None:
+    def __init__(
+        self, config: CheckpointingConfig, lock: RunLock | None = None, verify_hashes: bool = True
+    ) -> None:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
                 ``save_period``, ``keep_top_k``, ``signing_key_file``.
@@ -199,7 +213,10 @@ class CheckpointManager:
         self.save_period: int | None = config.get("save_period")
         self.keep_top_k: int | None = config.get("keep_top_k")
         if self.keep_top_k is not None and self.keep_top_k < 0:
-            raise CheckpointError(f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep all")
+            raise CheckpointError(
+                f"checkpointing.keep_top_k = {self.keep_top_k}: must be at least 0. Fix: write null to keep "
+                "all"
+            )
         self._verify_hashes = verify_hashes
         self._key = read_signing_key(config.get("signing_key_file"))
         self._committed: set[Path] = set()
@@ -207,7 +224,9 @@ class CheckpointManager:
         if lock is not None and lock.held:
             self._tidy()
 
-    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Path:
+    def init_tmp_checkpoint(
+        self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None
+    ) -> Path:
         """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, when given,
         ``config.yaml``.
 
@@ -225,7 +244,8 @@ class CheckpointManager:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(
-                f"checkpoint step = {step!r}: must be a whole number of at least 0. Fix: pass the number of finished steps"
+                f"checkpoint step = {step!r}: must be a whole number of at least 0. Fix: pass the number of "
+                "finished steps"
             )
         info = json_bytes(plain_json({**training_info, "step": step}))
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
@@ -310,7 +330,9 @@ class CheckpointManager:
     def _remove_old(self, exclude_latest: bool) -> None:
         # By names and sizes alone: to read every byte of all checkpoints at each save would take longer than
         # the save.
-        whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)])
+        whole = _newest_of_each_step(
+            [(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)]
+        )
         # A newest checkpoint that cannot be loaded must not be the reason to delete one that can.
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
@@ -338,8 +360,15 @@ class CheckpointManager:
         checkpoints = _newest_of_each_step(self.checkpoints())
         metrics = {step: self._metric(path) for step, path in checkpoints.items()}
         if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
-            logger.warning("no checkpoint in %s has the metric %r; the latest counts as best", self.checkpoint_dir, self.metric_name)
-        return next(self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]), None)
+            logger.warning(
+                "no checkpoint in %s has the metric %r; the latest counts as best",
+                self.checkpoint_dir,
+                self.metric_name,
+            )
+        return next(
+            self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]),
+            None,
+        )
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
         """Return the training info of a checkpoint, or of the latest whole one; None when there is no
@@ -359,7 +388,10 @@ class CheckpointManager:
         """
         problems = self._verify(Path(checkpoint_path))
         if problems:
-            raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
+            raise CheckpointError(
+                f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another "
+                "checkpoint"
+            )
 
     def unfinished(self) -> list[Path]:
         """Return directories of checkpoints that were begun and not committed, by name.
@@ -367,7 +399,9 @@ class CheckpointManager:
         Raises:
             StorageError: the storage does not say what is there.
         """
-        paths = [self.checkpoint_dir / name for name in names_in(self.checkpoint_dir) if _TEMPORARY.fullmatch(name)]
+        paths = [
+            self.checkpoint_dir / name for name in names_in(self.checkpoint_dir) if _TEMPORARY.fullmatch(name)
+        ]
         return [path for path in paths if is_real_directory(path)]
 
     def checkpoints(self) -> list[tuple[int, Path]]:
@@ -377,17 +411,28 @@ class CheckpointManager:
         Raises:
             StorageError: the storage does not say what is there.
         """
-        matches = [(match, self.checkpoint_dir / name) for name in names_in(self.checkpoint_dir) if (match := _FINAL.fullmatch(name))]
-        found = sorted(((int(match[1]), bool(match[2]), path) for match, path in matches if is_real_directory(path)), reverse=True)
+        matches = [
+            (match, self.checkpoint_dir / name)
+            for name in names_in(self.checkpoint_dir)
+            if (match := _FINAL.fullmatch(name))
+        ]
+        found = sorted(
+            ((int(match[1]), bool(match[2]), path) for match, path in matches if is_real_directory(path)),
+            reverse=True,
+        )
         return [(step, path) for step, _, path in found]
 
-    def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
+    def _whole(
+        self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None
+    ) -> Iterator[Path]:
         """Yield the complete checkpoints; the faults of others are logged and kept in ``damaged``."""
         for _, path in checkpoints:
             try:
                 problems = self._verify(path)
             except StorageError as error:
-                raise StorageError(f"checkpoint {path}: {error}; or move it away to go on from an earlier one") from error
+                raise StorageError(
+                    f"checkpoint {path}: {error}; or move it away to go on from an earlier one"
+                ) from error
             if not problems:
                 yield path
             else:
@@ -422,7 +467,11 @@ class CheckpointManager:
         missing = sorted(step for step, value in metrics.items() if value is None)
         if self.metric_name is not None and missing and not self._has_told_of_missing:
             self._has_told_of_missing = True
-            logger.warning("checkpoints of steps %s have no metric %r; among them the most recent are kept", missing, self.metric_name)
+            logger.warning(
+                "checkpoints of steps %s have no metric %r; among them the most recent are kept",
+                missing,
+                self.metric_name,
+            )
 
     def _is_trusted(self, path: Path) -> bool:
         """Return whether ``path`` may be the reason to delete others. One that this process committed was
@@ -431,9 +480,15 @@ class CheckpointManager:
 
     def _step_of_temporary(self, path: Path) -> int:
         match = _TEMPORARY.fullmatch(path.name)
-        if path.parent != self.checkpoint_dir or match is None or match[2] is None or not (path / INFO_NAME).is_file():
+        if (
+            path.parent != self.checkpoint_dir
+            or match is None
+            or match[2] is None
+            or not (path / INFO_NAME).is_file()
+        ):
             raise CheckpointError(
-                f"{path} is not a checkpoint begun in {self.checkpoint_dir}. Fix: pass the path that init_tmp_checkpoint returned, once"
+                f"{path} is not a checkpoint begun in {self.checkpoint_dir}. Fix: pass the path that "
+                "init_tmp_checkpoint returned, once"
             )
         return int(match[2])
 
@@ -478,7 +533,8 @@ class CheckpointManager:
             remove_tree(temporary)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         return CheckpointError(
-            f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. Earlier checkpoints are untouched. "
+            f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. Earlier "
+            "checkpoints are untouched. "
             "Fix: see to free space and permissions there"
         )
 

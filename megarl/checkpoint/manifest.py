@@ -97,7 +97,9 @@ def sign_manifest(root: Path, key: bytes) -> None:
         OSError: it cannot be written.
     """
     manifest = _read(root)
-    write_bytes_durably(root / MANIFEST_NAME, json_bytes({**manifest, SIGNATURE: signature_of(manifest, key)}))
+    write_bytes_durably(
+        root / MANIFEST_NAME, json_bytes({**manifest, SIGNATURE: signature_of(manifest, key)})
+    )
     fsync_directory(root)
 
 
@@ -125,10 +127,20 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         files = manifest["files"]
         if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
             return problems
-        problems = [problem for name, entry in files.items() if (problem := _check_size(directory, name, entry["size"]))]
+        problems = [
+            problem
+            for name, entry in files.items()
+            if (problem := _check_size(directory, name, entry["size"]))
+        ]
         if problems or not hashes:
             return problems
-        return [problem for problem in in_parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)) if problem]
+        return [
+            problem
+            for problem in in_parallel(
+                lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)
+            )
+            if problem
+        ]
     except StorageError:
         raise
     except (OSError, CheckpointError) as error:
@@ -149,12 +161,22 @@ def _read(root: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != ALGORITHM:
-        raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("version") != _VERSION
+        or manifest.get("algorithm") != ALGORITHM
+    ):
+        raise CheckpointError(
+            f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}"
+        )
     files = manifest.get("files")
     if files == {}:
         raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
-    if not isinstance(files, dict) or manifest.get("digest") != _digest(files) or not all(map(_is_entry, files.values())):
+    if (
+        not isinstance(files, dict)
+        or manifest.get("digest") != _digest(files)
+        or not all(map(_is_entry, files.values()))
+    ):
         raise CheckpointError(f"{path} is damaged: its file table does not match its digest")
     return manifest
 
@@ -165,11 +187,16 @@ def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> li
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
-    return [f"{name} is not in {MANIFEST_NAME}, which is signed" for name in sorted(set(_file_names(root)) - set(manifest["files"]))]
+    return [
+        f"{name} is not in {MANIFEST_NAME}, which is signed"
+        for name in sorted(set(_file_names(root)) - set(manifest["files"]))
+    ]
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("hash"), str)
+    return (
+        isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("hash"), str)
+    )
 
 
 def _check_size(root: Path, name: str, size: int) -> str | None:
@@ -190,7 +217,11 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
         found = read_again(lambda: hash_of(root / name), str(root / name))
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == expected else f"{name} is damaged: {ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
+    return (
+        None
+        if found == expected
+        else f"{name} is damaged: {ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
+    )
 
 
 def _is_inside(root: Path, name: str) -> bool:
@@ -205,7 +236,10 @@ def _is_inside(root: Path, name: str) -> bool:
 def _file_names(root: Path) -> Iterator[str]:
     for name, is_regular in entries_below(root):
         if not is_regular:
-            raise CheckpointError(f"{root / name} is a symbolic link or special file. Fix: put a copy of the file into the checkpoint")
+            raise CheckpointError(
+                f"{root / name} is a symbolic link or special file. Fix: put a copy of the file into the "
+                "checkpoint"
+            )
         if name != MANIFEST_NAME:
             yield name
 

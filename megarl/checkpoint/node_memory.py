@@ -137,13 +137,18 @@ class OwnMemory:
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
-        self._place, self._memory = memory_of(checkpoint_dir), NodeMemory(str(checkpoint_dir), "", has_child=True)
+        self._place, self._memory = (
+            memory_of(checkpoint_dir),
+            NodeMemory(str(checkpoint_dir), "", has_child=True),
+        )
 
     def take(self, needed: int) -> bool:
         try:
             return self._memory.take(needed) is not None
         except OSError as error:
-            logger.warning("a checkpoint cannot wait in memory: no process can be started that writes it (%s)", error)
+            logger.warning(
+                "a checkpoint cannot wait in memory: no process can be started that writes it (%s)", error
+            )
             return False
 
     def directories(self, role: str) -> Path:
@@ -210,13 +215,22 @@ class Writer:
         # A session of its own, so that signals to the run's process group do not reach it; a new
         # interpreter, because a fork would copy the state of CUDA and the locks of threads.
         self._first = subprocess.Popen(
-            [sys.executable, "-c", program, str(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", program, str(source)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         self._said: dict[str, Any] = {}
-        self._has_begun, self._holds, self._has_ended = threading.Event(), threading.Event(), threading.Event()
+        self._has_begun, self._holds, self._has_ended = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         # Read by a thread at once: a pipe that nobody reads fills, and the writer would stand still in its
         # answer.
-        threading.Thread(target=self._listen, name="listens to the writer of checkpoints", daemon=True).start()
+        threading.Thread(
+            target=self._listen, name="listens to the writer of checkpoints", daemon=True
+        ).start()
 
     def hold(self) -> int:
         """Have it open the memory of ranks; the bytes of that.
@@ -334,7 +348,12 @@ def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dic
         CheckpointError: there is none.
     """
     entries = move_files(source, target, staged)
-    directories = {parent for name in entries for parent in (target / name).parents if parent == target or target in parent.parents}
+    directories = {
+        parent
+        for name in entries
+        for parent in (target / name).parents
+        if parent == target or target in parent.parents
+    }
     # Deepest first: the entry of a directory is in its parent, which is synced after it.
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)

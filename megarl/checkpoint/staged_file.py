@@ -79,7 +79,10 @@ class StagedFile:
                 begun = stream.length
                 self._write_piece(piece, stream)
                 if stream.length - begun != piece["length"]:
-                    what = f"a tensor of {self._name} takes {stream.length - begun} bytes, and its index says {piece['length']}"
+                    what = (
+                        f"a tensor of {self._name} takes {stream.length - begun} bytes, and its index "
+                        f"says {piece['length']}"
+                    )
                     raise CheckpointError(f"{what}; a defect of megarl. Fix: checkpointing.async_save=false")
             file.flush()
             os.fsync(file.fileno())
@@ -93,7 +96,9 @@ class StagedFile:
             return
         import torch
 
-        values = tensor_at(self._memory, place, getattr(torch, piece["dtype"]), piece["shape"], piece["stride"])
+        values = tensor_at(
+            self._memory, place, getattr(torch, piece["dtype"]), piece["shape"], piece["stride"]
+        )
         try:
             torch.save(values, cast("BinaryIO", stream))
         except RuntimeError as error:
@@ -107,10 +112,14 @@ def open_staged(source: Path) -> dict[str, StagedFile]:
         CheckpointError: one is no description, or its memory cannot be opened.
         OSError: a description cannot be read.
     """
-    return {path.relative_to(source).as_posix(): StagedFile(path) for path in sorted(source.rglob(f"*{SUFFIX}"))}
+    return {
+        path.relative_to(source).as_posix(): StagedFile(path) for path in sorted(source.rglob(f"*{SUFFIX}"))
+    }
 
 
-def tensor_at(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+def tensor_at(
+    memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
     """Return the tensor at an address in memory, in a storage that holds nothing else."""
     import torch
 
@@ -119,7 +128,11 @@ def tensor_at(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: S
         return torch.empty_strided(shape, stride, dtype=dtype)
     assert memory is not None
     # an array of bytes first: not every dtype can be asked for
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=size).view(dtype).as_strided(shape, stride)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=size)
+        .view(dtype)
+        .as_strided(shape, stride)
+    )
 
 
 class _Stream:
@@ -158,7 +171,9 @@ def _read(description: Path) -> dict[str, Any]:
             return dict(said)
     except (ValueError, AttributeError):
         pass
-    raise CheckpointError(f"{description} is no file of megarl's. Fix: no file of the model may be called *{SUFFIX}")
+    raise CheckpointError(
+        f"{description} is no file of megarl's. Fix: no file of the model may be called *{SUFFIX}"
+    )
 
 
 def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
@@ -166,11 +181,16 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
     what = f"the memory of process {address['process']} that {name} is in cannot be opened"
     try:
         # what it leads to by now may be a pipe
-        descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(
+            f"/proc/{address['process']}/fd/{address['descriptor']}",
+            os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK,
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{what}: the process has ended") from None
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror}. Fix: run driver and ranks of a node in one container") from None
+        raise CheckpointError(
+            f"{what}: {error.strerror}. Fix: run driver and ranks of a node in one container"
+        ) from None
     try:
         status = os.fstat(descriptor)
         # The file itself is compared, because a process number and a descriptor are given again.

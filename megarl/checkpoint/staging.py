@@ -67,7 +67,9 @@ def staged(tensor: Tensor) -> StagedTensor:
     # torch.save writes the whole storage of a view: the copy in memory has to look like what DCP would write.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
     like = values if is_alone else torch.empty_like(values, device="meta")
-    return StagedTensor(values.dtype, tuple(values.shape), tuple(like.stride()), lambda target: target.copy_(values))
+    return StagedTensor(
+        values.dtype, tuple(values.shape), tuple(like.stride()), lambda target: target.copy_(values)
+    )
 
 
 class StagingBuffer:
@@ -123,7 +125,10 @@ class StagingBuffer:
         # Asked first: a page of shared memory that cannot be had kills the process with SIGBUS, where ENOSPC
         # would be an error.
         if size - self._capacity > available:
-            raise CheckpointError(f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are available")
+            raise CheckpointError(
+                f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are "
+                "available"
+            )
         if self._descriptor is None:
             self._descriptor = os.memfd_create("megarl-checkpoint", os.MFD_CLOEXEC)
         # Pages are taken when they are written, so that a sparse file costs nothing until a tensor is in it.
@@ -148,14 +153,25 @@ class StagingBuffer:
         if kind not in self._lengths:
             self._lengths[kind] = _archive_length(values)
         dtype = str(piece.dtype).removeprefix("torch.")
-        return {"place": place, "length": self._lengths[kind], "dtype": dtype, "shape": piece.shape, "stride": piece.stride}
+        return {
+            "place": place,
+            "length": self._lengths[kind],
+            "dtype": dtype,
+            "shape": piece.shape,
+            "stride": piece.stride,
+        }
 
     def _address(self) -> dict[str, int] | None:
         """Return where another process of this node and user finds the memory; None if it is empty."""
         if self._descriptor is None:
             return None
         status = os.fstat(self._descriptor)
-        return {"process": os.getpid(), "descriptor": self._descriptor, "device": status.st_dev, "inode": status.st_ino}
+        return {
+            "process": os.getpid(),
+            "descriptor": self._descriptor,
+            "device": status.st_dev,
+            "inode": status.st_ino,
+        }
 
 
 class StagingBuffers:
@@ -202,7 +218,10 @@ def staged_results(
     """
     spans = buffer.write(path, [*(data.getbuffer() for _, data in plain), *(tensor for _, tensor in tensors)])
     items = [item for item, _ in (*plain, *tensors)]
-    return [WriteResult(item.index, size, _StorageInfo(name, start, size)) for item, (start, size) in zip(items, spans, strict=True)]
+    return [
+        WriteResult(item.index, size, _StorageInfo(name, start, size))
+        for item, (start, size) in zip(items, spans, strict=True)
+    ]
 
 
 class RankWriter(dcp.FileSystemWriter):

@@ -17,7 +17,17 @@ from megarl.errors import StorageError
 logger = logging.getLogger(__name__)
 
 Read = TypeVar("Read")
-TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.ENETDOWN})
+TRANSIENT = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.ENETDOWN,
+    }
+)
 """What a file system over a network, or a disk, says of a moment, and not of what a file holds."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
 """Between the tries of a read."""
@@ -44,10 +54,13 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
             if pause is None:
                 tries = f"{len(PAUSES_S) + 1} times within {sum(PAUSES_S):g} s"
                 raise StorageError(
-                    f"{what} cannot be read: {os.strerror(cause.errno or 0)}, {tries}. That is a fault of the storage and no damage of the "
+                    f"{what} cannot be read: {os.strerror(cause.errno or 0)}, {tries}. That is a fault of "
+                    "the storage and no damage of the "
                     "file. Fix: start again when it answers"
                 ) from error
-            logger.warning("%s cannot be read (%s); trying again in %g s", what, os.strerror(cause.errno or 0), pause)
+            logger.warning(
+                "%s cannot be read (%s); trying again in %g s", what, os.strerror(cause.errno or 0), pause
+            )
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
 
@@ -103,7 +116,11 @@ def transient_cause(error: BaseException | None) -> OSError | None:
 
 def tree_bytes(root: Path) -> int:
     """Return bytes of all files below ``root``; 0 where there is no such directory."""
-    return sum(size for directory, _, names in os.walk(root) for size in _sizes(Path(directory) / name for name in names))
+    return sum(
+        size
+        for directory, _, names in os.walk(root)
+        for size in _sizes(Path(directory) / name for name in names)
+    )
 
 
 def _sizes(paths: Iterator[Path]) -> Iterator[int]:
@@ -141,7 +158,9 @@ def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
     if free >= needed and not any(os.strerror(number) in str(error) for number in _NO_SPACE):
         return ""
     elsewhere = " (a quota, or the number of files, may be in the way)" if free >= needed else ""
-    return f"no space: a checkpoint takes about {_gib(needed)}, {_gib(free)} are free in {directory}{elsewhere}"
+    return (
+        f"no space: a checkpoint takes about {_gib(needed)}, {_gib(free)} are free in {directory}{elsewhere}"
+    )
 
 
 def _gib(size: int) -> str:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.config.defaults import complete_policy, complete_run
-    from megarl.config.load import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
+    from megarl.config.load import (
+        OverridesError,
+        load_config,
+        load_config_with_inheritance,
+        parse_hydra_overrides,
+    )
     from megarl.config.model_facts import published_config, read_model_facts
     from megarl.config.rules import check
     from megarl.config.validate import validate_config, validate_policy_config

@@ -88,7 +88,10 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
     them. What goes into the core of attention, and its output, are there whether it is recomputed or not."""
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
-        latent, vectors = facts.latent_attention, (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank
+        latent, vectors = (
+            facts.latent_attention,
+            (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank,
+        )
         # kernels want keys and values of one width: the narrower ones are filled up, and the output is cut
         wide = max(latent.qk_head_dim, latent.v_head_dim)
         numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
@@ -116,7 +119,13 @@ def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
     key_heads, keys = net.key_heads * net.key_width, net.value_heads * net.key_width
     chunk = (6 * 4 + 1) * GATED_DELTA_CHUNK * net.value_heads
     states = 2 * 4 * keys * net.value_width // GATED_DELTA_CHUNK
-    return (8 * kept.element + 9) * key_heads + (6 * kept.element + 22) * net.values + 5 * 4 * keys + chunk + states
+    return (
+        (8 * kept.element + 9) * key_heads
+        + (6 * kept.element + 22) * net.values
+        + 5 * 4 * keys
+        + chunk
+        + states
+    )
 
 
 def sparse_layer_activation_bytes(
@@ -138,18 +147,29 @@ def sparse_layer_activation_bytes(
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
-    sizes, attention = (tokens, tensor, sequence_parallel, kept), [part for part in recomputed if part == "core_attn"]
+    sizes, attention = (
+        (tokens, tensor, sequence_parallel, kept),
+        [part for part in recomputed if part == "core_attn"],
+    )
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
-    chosen = (facts.hidden_size * expert_tensor + kept.weighed * mixture.ffn_hidden_size + 1) * kept.element + 2 * _INDEX + _SCALE
+    chosen = (
+        (facts.hidden_size * expert_tensor + kept.weighed * mixture.ffn_hidden_size + 1) * kept.element
+        + 2 * _INDEX
+        + _SCALE
+    )
     shared = (facts.hidden_size + 1) * kept.element if mixture.has_shared_gate else 0
     router = mixture.num_experts * (_SCALE + 1 + kept.element)
-    return layer_activation_bytes(dense, *sizes, attention, mixer) + own * (mixture.experts_per_token * chosen + router + shared)
+    return layer_activation_bytes(dense, *sizes, attention, mixer) + own * (
+        mixture.experts_per_token * chosen + router + shared
+    )
 
 
-def head_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations) -> int:
+def head_activation_bytes(
+    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations
+) -> int:
     """Return what the last norm keeps of one micro-batch, and what the output layer reads."""
     norm = facts.hidden_size * kept.norm + _SCALE
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)

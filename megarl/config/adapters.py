@@ -51,7 +51,10 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a module is one of those that patterns name: by its name, the end of it, or with
     ``*``."""
     return any(
-        fnmatch.fnmatchcase(name, pattern) if "*" in pattern else name == pattern or name.endswith(f".{pattern}") for pattern in patterns
+        fnmatch.fnmatchcase(name, pattern)
+        if "*" in pattern
+        else name == pattern or name.endswith(f".{pattern}")
+        for pattern in patterns
     )
 
 
@@ -63,9 +66,13 @@ def adapter_parameters(section: PeftConfig, facts: ModelFacts, layers: Sequence[
         for rule in rules_of_layer(facts, layer):
             if rule.kind not in CUT_KINDS or is_expert(rule.megatron_name):
                 continue
-            for name, shape in ((part.name.removesuffix(".weight"), part.shape) for part in rule.parts if len(part.shape) == 2):
+            for name, shape in (
+                (part.name.removesuffix(".weight"), part.shape) for part in rule.parts if len(part.shape) == 2
+            ):
                 if is_named(name, targets) and not is_named(name, excluded):
                     rows, columns = shape
                     # the factor at the cut side is cut, the other one is whole
-                    total += section["dim"] * (rows + columns // tensor if rule.kind is Kind.ROW else columns + rows // tensor)
+                    total += section["dim"] * (
+                        rows + columns // tensor if rule.kind is Kind.ROW else columns + rows // tensor
+                    )
     return total

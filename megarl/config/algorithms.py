@@ -61,8 +61,33 @@ ORDER = (
 )
 """Sections of a run and its other keys, in the order in which a configuration is written."""
 
-_NEEDED = ("SECTIONS", "OPTIONAL", "MODELS", "GENERATES", "PAIRS", "SCORES", "PROMPTS", "GENERATIONS", "roles", "section", "step")
-OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "distillation", "teacher", "teachers", "loss_fn", "env")
+_NEEDED = (
+    "SECTIONS",
+    "OPTIONAL",
+    "MODELS",
+    "GENERATES",
+    "PAIRS",
+    "SCORES",
+    "PROMPTS",
+    "GENERATIONS",
+    "roles",
+    "section",
+    "step",
+)
+OF_ALGORITHMS = (
+    "grpo",
+    "sft",
+    "dpo",
+    "rm",
+    "ppo",
+    "critic",
+    "reward_model",
+    "distillation",
+    "teacher",
+    "teachers",
+    "loss_fn",
+    "env",
+)
 """Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 
@@ -81,7 +106,9 @@ def algorithm_class(name: str) -> type[AlgorithmSpec]:
     missing = [attribute for attribute in _NEEDED if not hasattr(found, attribute)]
     if missing or not found.SECTIONS:
         bound = f"it is no algorithm: it lacks {', '.join(missing or ['a section'])}"
-        raise ConfigError([Violation(KEY, name, bound, "name a subclass of megarl.algorithms.algorithm:Algorithm")])
+        raise ConfigError(
+            [Violation(KEY, name, bound, "name a subclass of megarl.algorithms.algorithm:Algorithm")]
+        )
     fault = _fault_of(found)
     if fault is not None:
         raise ConfigError([Violation(KEY, name, *fault)])
@@ -96,14 +123,20 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
     for attribute in ("SECTIONS", "MODELS"):
         taken = sorted(getattr(algorithm, attribute).keys() & set(ORDER) - set(OF_ALGORITHMS))
         if taken:
-            return f"its {attribute} have {', '.join(taken)}, which every run has", "give its own sections other names"
+            return (
+                f"its {attribute} have {', '.join(taken)}, which every run has",
+                "give its own sections other names",
+            )
     twice = sorted(algorithm.SECTIONS.keys() & algorithm.MODELS.keys())
     if twice:
         return f"its SECTIONS and its MODELS both have {', '.join(twice)}", "give one of them another name"
     keys = {name: keys_of(section).keys() for name, section in algorithm.SECTIONS.items()}
     section = algorithm.section()
     if "max_num_steps" not in keys[section]:
-        return f"its first section, {section}, has no max_num_steps", "add the key, and others of megarl.algorithms.algorithm:Algorithm"
+        return (
+            f"its first section, {section}, has no max_num_steps",
+            "add the key, and others of megarl.algorithms.algorithm:Algorithm",
+        )
     for attribute in ("PROMPTS", "GENERATIONS"):
         path = getattr(algorithm, attribute)
         first, _, key = (path or "").partition(".")
@@ -132,7 +165,11 @@ def rows_of_record(config: RunConfig) -> int:
 def step_size(config: RunConfig) -> tuple[int, int]:
     """Return prompts (records) of a step of a checked run, and responses to each."""
     algorithm = algorithm_class(config[KEY])
-    prompts = config["policy"]["train_global_batch_size"] if algorithm.PROMPTS is None else at(config, algorithm.PROMPTS)
+    prompts = (
+        config["policy"]["train_global_batch_size"]
+        if algorithm.PROMPTS is None
+        else at(config, algorithm.PROMPTS)
+    )
     return prompts, 1 if algorithm.GENERATIONS is None else at(config, algorithm.GENERATIONS)
 
 
@@ -167,7 +204,10 @@ def built_in_models() -> Mapping[str, ModelSection]:
 @cache
 def built_in_sections() -> Mapping[str, Any]:
     """Return the sections that the built-in algorithms have for themselves, TypedDicts by name."""
-    return {algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()] for name in ALGORITHMS}
+    return {
+        algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()]
+        for name in ALGORITHMS
+    }
 
 
 def run_type(name: object) -> Any:

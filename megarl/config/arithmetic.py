@@ -65,7 +65,10 @@ class BatchPlan:
 def divisors_near(number: int, value: int) -> list[int]:
     """Return the divisors of a number of at least 1, those of the least ratio to a value first."""
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*low, *(number // divisor for divisor in low)}, key=lambda divisor: abs(math.log(divisor / max(value, 1))))
+    return sorted(
+        {*low, *(number // divisor for divisor in low)},
+        key=lambda divisor: abs(math.log(divisor / max(value, 1))),
+    )
 
 
 def multiples_near(number: int, value: int, count: int = 8) -> list[int]:

@@ -14,14 +14,18 @@ SECTION = "grpo.async_grpo"
 class AsyncConfig(TypedDict):
     """Engines sample the batches of later steps while a step trains."""
 
-    enabled: Annotated[bool, Key("sample beside training; needs ``policy.generation.colocated.enabled: false``.")]
+    enabled: Annotated[
+        bool, Key("sample beside training; needs ``policy.generation.colocated.enabled: false``.")
+    ]
     schedule: NotRequired[
         Annotated[
             Literal["in_order", "ready_first"],
             Key(
                 "`in_order`: the batch of step n is sampled with the weights behind step n - 1 - "
-                "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. `ready_first`: a "
-                "step trains on the groups that are complete first, and engines sample on over refits, so that no step "
+                "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. "
+                "`ready_first`: a "
+                "step trains on the groups that are complete first, and engines sample on over refits, so "
+                "that no step "
                 "waits for its longest response; the batches are kept in ``RUN/ledger``.",
                 default="in_order",
             ),
@@ -31,8 +35,10 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "steps of training between the weights that sample a response and those that it trains: exactly k "
-                "`in_order`, at most k `ready_first`. 0 samples and trains in turn; 1 is enough to keep both busy.",
+                "steps of training between the weights that sample a response and those that it trains: "
+                "exactly k "
+                "`in_order`, at most k `ready_first`. 0 samples and trains in turn; 1 is enough to keep "
+                "both busy.",
                 AT_LEAST_0,
                 default=1,
             ),
@@ -42,7 +48,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "`ready_first`: batches that are sampled, or wait, while a step trains; more leave more to choose from. "
+                "`ready_first`: batches that are sampled, or wait, while a step trains; more leave more to "
+                "choose from. "
                 "At most ``max_trajectory_age_steps``.",
                 AT_LEAST_1,
                 default=1,
@@ -53,7 +60,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             Literal["wait", "drop"],
             Key(
-                "`ready_first`: `wait` trains on a group before it is too old, and waits for it where it must; `drop` "
+                "`ready_first`: `wait` trains on a group before it is too old, and waits for it where it "
+                "must; `drop` "
                 "leaves out groups that are too old (`rollouts_dropped`), which favours short answers.",
                 default="wait",
             ),
@@ -63,7 +71,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "`ready_first`, with engines that take requests one by one (`vllm`): an answer that is not complete at "
+                "`ready_first`, with engines that take requests one by one (`vllm`): an answer that is not "
+                "complete at "
                 "a refit goes on with the new weights. false waits for all of them before each refit.",
                 default=True,
             ),
@@ -73,7 +82,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory of a `ready_first` run: train on its ledger again, bit for bit, without engines where "
+                "directory of a `ready_first` run: train on its ledger again, bit for bit, without engines "
+                "where "
                 "nothing is validated; null samples.",
                 default=None,
             ),
@@ -83,8 +93,10 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the trainer computes the log-probabilities of a batch before it trains on it: the clipped ratio is then to the newest "
-                "weights, and the importance weight corrects the age (decoupled objective, arXiv 2505.24298). false takes those of the "
+                "the trainer computes the log-probabilities of a batch before it trains on it: the clipped "
+                "ratio is then to the newest "
+                "weights, and the importance weight corrects the age (decoupled objective, arXiv "
+                "2505.24298). false takes those of the "
                 "engine, saves the pass, and leaves the age to the clip.",
                 default=True,
             ),

@@ -53,14 +53,18 @@ class DataSource(TypedDict):
     path: NotRequired[
         Annotated[
             str,
-            Key("a file, `.parquet`, `.csv`, `.tsv` or else one JSON object a line; or a directory of such files, or of a saved data set."),
+            Key(
+                "a file, `.parquet`, `.csv`, `.tsv` or else one JSON object a line; or a directory of such "
+                "files, or of a saved data set."
+            ),
         ]
     ]
     name: NotRequired[
         Annotated[
             str,
             Key(
-                "a data set of the ``datasets`` library, by id or local directory; or one of the names of configs/README.md, which needs "
+                "a data set of the ``datasets`` library, by id or local directory; or one of the names of "
+                "configs/README.md, which needs "
                 "no keys of fields, and may have a ``path`` where its files lie.",
             ),
         ]
@@ -71,7 +75,8 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field of a record that holds the prompt: text, a number, or messages; of several fields the texts are joined by blank "
+                "field of a record that holds the prompt: text, a number, or messages; of several fields "
+                "the texts are joined by blank "
                 "lines. When absent, it and the keys that go with it are found by the usual names of columns."
             ),
         ]
@@ -80,7 +85,8 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field that holds the answer: text, a number, or tests of a program; several fields make a JSON object, such as tests "
+                "field that holds the answer: text, a number, or tests of a program; several fields make a "
+                "JSON object, such as tests "
                 "with what they need."
             ),
         ]
@@ -89,8 +95,10 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "field that holds a whole conversation. The last turn of the assistant is the answer, what is before it the prompt; in "
-                "SFT every turn of the assistant is learned, but for messages with ``weight: 0``. With ``answer_key``, which the answer is "
+                "field that holds a whole conversation. The last turn of the assistant is the answer, what "
+                "is before it the prompt; in "
+                "SFT every turn of the assistant is learned, but for messages with ``weight: 0``. With "
+                "``answer_key``, which the answer is "
                 "then taken from, it is the prompt.",
             ),
         ]
@@ -99,23 +107,44 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "DPO and reward models: field with the better answer: text, a number, messages that follow the prompt, or a conversation, "
-                "whose last turn is the answer; ``prompt_key`` is absent where the fields of both answers hold conversations."
+                "DPO and reward models: field with the better answer: text, a number, messages that follow "
+                "the prompt, or a conversation, "
+                "whose last turn is the answer; ``prompt_key`` is absent where the fields of both answers "
+                "hold conversations."
             ),
         ]
     ]
-    rejected_key: NotRequired[Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]]
-    tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
+    rejected_key: NotRequired[
+        Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]
+    ]
+    tools_key: NotRequired[
+        Annotated[
+            str, Key("field with the list of tools that the chat template is told of; may be JSON text.")
+        ]
+    ]
     system_key: NotRequired[
-        Annotated[str, Key("field with the system message of a record, put in place of ``system_prompt``; none where it is empty.")]
+        Annotated[
+            str,
+            Key(
+                "field with the system message of a record, put in place of ``system_prompt``; none where "
+                "it is empty."
+            ),
+        ]
     ]
     extra_keys: NotRequired[
         Annotated[
             list[str],
-            Key("further fields of a record; a reward finds them in its ``record``, an environment in the ``fields`` of its records."),
+            Key(
+                "further fields of a record; a reward finds them in its ``record``, an environment in the "
+                "``fields`` of its records."
+            ),
         ]
     ]
-    env_name: NotRequired[Annotated[str, Key("name of the environment that scores responses to these prompts, a section of ``env``.")]]
+    env_name: NotRequired[
+        Annotated[
+            str, Key("name of the environment that scores responses to these prompts, a section of ``env``.")
+        ]
+    ]
     weight: NotRequired[
         Annotated[
             float,
@@ -126,8 +155,12 @@ class DataSource(TypedDict):
             ),
         ]
     ]
-    repeat: NotRequired[Annotated[int, Key("how many times each record appears in an epoch (default 1).", AT_LEAST_1)]]
-    max_samples: NotRequired[Annotated[int | None, Key("maximum number of records, the first ones; null for all.", AT_LEAST_1)]]
+    repeat: NotRequired[
+        Annotated[int, Key("how many times each record appears in an epoch (default 1).", AT_LEAST_1)]
+    ]
+    max_samples: NotRequired[
+        Annotated[int | None, Key("maximum number of records, the first ones; null for all.", AT_LEAST_1)]
+    ]
 
 
 class ValidationSource(DataSource):
@@ -135,16 +168,42 @@ class ValidationSource(DataSource):
     one set, and agree on that; SFT and DPO take all sources as one set."""
 
     val_set: NotRequired[
-        Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
+        Annotated[
+            str,
+            Key(
+                "name of its validation set, in metrics; when absent the end of ``name``, or the file name "
+                "of ``path``."
+            ),
+        ]
     ]
     val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("responses sampled per prompt; the algorithm's ``val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "responses sampled per prompt; the algorithm's ``val_num_generations_per_prompt`` when "
+                "absent.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     val_temperature: NotRequired[
-        Annotated[float, Key("sampling temperature, 0 for greedy decoding; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
+        Annotated[
+            float,
+            Key(
+                "sampling temperature, 0 for greedy decoding; ``policy.generation.val_temperature`` when "
+                "absent.",
+                AT_LEAST_0,
+            ),
+        ]
     ]
-    val_top_p: NotRequired[Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]]
-    val_top_k: NotRequired[Annotated[int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)]]
+    val_top_p: NotRequired[
+        Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]
+    ]
+    val_top_k: NotRequired[
+        Annotated[
+            int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)
+        ]
+    ]
 
 
 class DataConfig(TypedDict):
@@ -154,12 +213,21 @@ class DataConfig(TypedDict):
     validation: NotRequired[
         Annotated[
             ValidationSource | list[ValidationSource] | None,
-            Key("validation data: a source or a list of them, each a set with figures of its own; null for none.", default=None),
+            Key(
+                "validation data: a source or a list of them, each a set with figures of its own; null for "
+                "none.",
+                default=None,
+            ),
         ]
     ]
-    max_input_seq_length: Annotated[int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)]
+    max_input_seq_length: Annotated[
+        int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)
+    ]
     filter_overlong_prompts: NotRequired[
-        Annotated[bool, Key("skip longer records and report their number; otherwise they are refused.", default=False)]
+        Annotated[
+            bool,
+            Key("skip longer records and report their number; otherwise they are refused.", default=False),
+        ]
     ]
     on_bad_record: NotRequired[
         Annotated[
@@ -171,11 +239,18 @@ class DataConfig(TypedDict):
             ),
         ]
     ]
-    shuffle: NotRequired[Annotated[bool, Key("shuffle the records in each epoch, by the seed.", default=True)]]
-    system_prompt: NotRequired[
-        Annotated[str | None, Key("system message put before every prompt, except conversations that have one.", default=None)]
+    shuffle: NotRequired[
+        Annotated[bool, Key("shuffle the records in each epoch, by the seed.", default=True)]
     ]
-    prompt_template: NotRequired[Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]]
+    system_prompt: NotRequired[
+        Annotated[
+            str | None,
+            Key("system message put before every prompt, except conversations that have one.", default=None),
+        ]
+    ]
+    prompt_template: NotRequired[
+        Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]
+    ]
     cache_dir: NotRequired[
         Annotated[
             str | None,
@@ -204,8 +279,16 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
     """Yield the sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in
     the configuration; none for null."""
     value = data.get(key)
-    places = {f"data.{key}.{place}": source for place, source in enumerate(value)} if isinstance(value, list) else {f"data.{key}": value}
-    yield from ((path, cast(ValidationSource, source)) for path, source in places.items() if isinstance(source, Mapping))
+    places = (
+        {f"data.{key}.{place}": source for place, source in enumerate(value)}
+        if isinstance(value, list)
+        else {f"data.{key}": value}
+    )
+    yield from (
+        (path, cast(ValidationSource, source))
+        for path, source in places.items()
+        if isinstance(source, Mapping)
+    )
 
 
 def set_module(source: DataSource) -> str | None:

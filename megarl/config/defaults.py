@@ -48,7 +48,12 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
 # Sections that are filled in where they are there, as those of algorithms are.
-_GIVEN: Mapping[str, Any] = {"loss_fn": ClippedPGLossConfig, "env": EnvConfig, "data": DataConfig, "cluster": ClusterConfig}
+_GIVEN: Mapping[str, Any] = {
+    "loss_fn": ClippedPGLossConfig,
+    "env": EnvConfig,
+    "data": DataConfig,
+    "cluster": ClusterConfig,
+}
 # Sections that a run has in any case.
 _ALWAYS: Mapping[str, Any] = {
     "deadlines": DeadlinesConfig,
@@ -70,11 +75,19 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run.setdefault("run_dir", str(Path("runs") / name))
     # Before the policy is filled in: a model takes what was written for the policy, and its own defaults
     # follow its own keys.
-    models = {path: in_full(_section(run, "policy"), at(run, path) or {}, section) for path, section in _well_formed_models(run)}
+    models = {
+        path: in_full(_section(run, "policy"), at(run, path) or {}, section)
+        for path, section in _well_formed_models(run)
+    }
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
-    for key, section in {**_GIVEN, **built_in_sections(), **sections_of(run.get("algorithm")), **_ALWAYS}.items():
+    for key, section in {
+        **_GIVEN,
+        **built_in_sections(),
+        **sections_of(run.get("algorithm")),
+        **_ALWAYS,
+    }.items():
         if key in _ALWAYS or isinstance(run.get(key), dict):
             run[key] = _complete(_section(run, key), section)
     _complete_environments(run)
@@ -108,9 +121,13 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
         filled["merged_adapter"] = str(Path(filled["merged_adapter"]).expanduser().absolute())
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
-        filled["generation"] = fill(filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)})
+        filled["generation"] = fill(
+            filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)}
+        )
         if isinstance(filled["generation"]["engine_check"], dict):
-            filled["generation"]["engine_check"] = _filled(filled["generation"]["engine_check"], EngineCheckConfig)
+            filled["generation"]["engine_check"] = _filled(
+                filled["generation"]["engine_check"], EngineCheckConfig
+            )
         if is_engine(cast(GenerationConfig, filled["generation"])):
             filled["generation"] = _complete_engine(filled["generation"], filled)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
@@ -138,11 +155,17 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
     data_parallel = "distributed_data_parallel_config"
     filled[data_parallel] = _filled(_section(filled, data_parallel), MegatronDDPConfig)
     if isinstance(filled.get("optimizer"), dict):
-        derived = {"bf16": precision == "bfloat16", "fp16": precision == "float16", "clip_grad": policy["max_grad_norm"] or 0.0}
+        derived = {
+            "bf16": precision == "bfloat16",
+            "fp16": precision == "float16",
+            "clip_grad": policy["max_grad_norm"] or 0.0,
+        }
         filled["optimizer"] = fill(filled["optimizer"], {**defaults_of(MegatronOptimizerConfig), **derived})
         decay = filled["optimizer"]["weight_decay"]
         decays = {"start_weight_decay": decay, "end_weight_decay": decay}
-        filled["scheduler"] = fill(_section(filled, "scheduler"), {**defaults_of(MegatronSchedulerConfig), **decays})
+        filled["scheduler"] = fill(
+            _section(filled, "scheduler"), {**defaults_of(MegatronSchedulerConfig), **decays}
+        )
     return filled
 
 
@@ -165,12 +188,17 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if not is_import_path(filled["backend"]):
             raise
         bound = f"its kind cannot complete the section: {type(error).__name__}: {error}"
-        raise ConfigError([Violation("policy.generation.backend", filled["backend"], bound, "mend its complete")]) from error
+        raise ConfigError(
+            [Violation("policy.generation.backend", filled["backend"], bound, "mend its complete")]
+        ) from error
 
 
 def _padding_of(policy: Config) -> int:
     """Return what lets all ranks of a sequence have equal parts, with sequence parallelism or without."""
-    for section, tensor in (("megatron_cfg", "tensor_model_parallel_size"), ("dtensor_cfg", "tensor_parallel_size")):
+    for section, tensor in (
+        ("megatron_cfg", "tensor_model_parallel_size"),
+        ("dtensor_cfg", "tensor_parallel_size"),
+    ):
         chosen = _section(policy, section)
         sizes = [chosen.get(key, 1) for key in (tensor, "context_parallel_size")]
         if chosen.get("enabled") is True and all(isinstance(size, int) and size > 0 for size in sizes):

@@ -33,4 +33,6 @@ def teachers_of_sources(config: RunConfig) -> list[str]:
     if not names:
         return [TEACHER] * len(train_sources(config["data"]))
     chosen = at(config, OF_SOURCE)
-    return [names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config["data"])]
+    return [
+        names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config["data"])
+    ]

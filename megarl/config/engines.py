@@ -32,7 +32,9 @@ def is_engine(generation: GenerationConfig | None) -> bool:
     if generation is None:
         return False
     backend = at(generation, "backend")
-    return isinstance(backend, str) and (backend not in OF_THE_POLICY or at(generation, "colocated.enabled") is False)
+    return isinstance(backend, str) and (
+        backend not in OF_THE_POLICY or at(generation, "colocated.enabled") is False
+    )
 
 
 def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
@@ -55,8 +57,13 @@ def engine_kind(backend: str) -> EngineKind:
     found = load_object(path, KEY) if is_import_path(path) else None
     if not isinstance(found, EngineKind):
         bound = f"it must be {', '.join((*OF_THE_POLICY, *ENGINES))} or the import path of an EngineKind"
-        raise ConfigError([Violation(KEY, backend, bound, "write one of those names, or path/to/file.py:KIND")])
+        raise ConfigError(
+            [Violation(KEY, backend, bound, "write one of those names, or path/to/file.py:KIND")]
+        )
     if found.section is not None and not is_typeddict(found.section):
-        bound = f"the section of its kind is {found.section!r:.60}, and a TypedDict of typing_extensions is wanted"
+        bound = (
+            f"the section of its kind is {found.section!r:.60}, and a TypedDict of typing_extensions is "
+            "wanted"
+        )
         raise ConfigError([Violation(KEY, backend, bound, "write class NAME(typing_extensions.TypedDict)")])
     return found

@@ -30,7 +30,8 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["hf_math_verify", "dapo_math_verify"],
             Key(
-                "`math`: `hf_math_verify` (default) compares values, `dapo_math_verify` compares the text after the last ``Answer:``, "
+                "`math`: `hf_math_verify` (default) compares values, `dapo_math_verify` compares the text "
+                "after the last ``Answer:``, "
                 "as DAPO does."
             ),
         ]
@@ -38,47 +39,74 @@ class RewardOptions(TypedDict):
     gsm8k_method: NotRequired[
         Annotated[
             Literal["strict", "flexible"],
-            Key("`gsm8k`: `strict` (default) takes the number after the last ``####``, `flexible` the last number."),
+            Key(
+                "`gsm8k`: `strict` (default) takes the number after the last ``####``, `flexible` the last "
+                "number."
+            ),
         ]
     ]
     pattern: NotRequired[
         Annotated[
             str,
             Key(
-                "`format`: regular expression that the whole response has to match, in which a dot is any character; when absent "
-                "there is one ``<think>...</think>`` at the beginning, which the prompt may have opened, and an answer after it."
+                "`format`: regular expression that the whole response has to match, in which a dot is any "
+                "character; when absent "
+                "there is one ``<think>...</think>`` at the beginning, which the prompt may have opened, "
+                "and an answer after it."
             ),
         ]
     ]
     url: NotRequired[Annotated[str, Key("`http`: where the scorer listens, ``http://`` or ``https://``.")]]
     attempts: NotRequired[
         Annotated[
-            int, Key("`http`: maximum number of requests for one response (default 3). They share ``timeout_s``.", Range(low=1, high=20))
+            int,
+            Key(
+                "`http`: maximum number of requests for one response (default 3). They share ``timeout_s``.",
+                Range(low=1, high=20),
+            ),
         ]
     ]
     code_timeout_s: NotRequired[
-        Annotated[float, Key("`code`: maximum seconds for one test (default 4). All tests of a response share ``timeout_s``.", ABOVE_0)]
+        Annotated[
+            float,
+            Key(
+                "`code`: maximum seconds for one test (default 4). All tests of a response share "
+                "``timeout_s``.",
+                ABOVE_0,
+            ),
+        ]
     ]
     memory_mb: NotRequired[
         Annotated[
             int,
             Key(
-                "`code`: maximum MB of address space of a process, and of resident memory of a program's processes together (default 512).",
+                "`code`: maximum MB of address space of a process, and of resident memory of a program's "
+                "processes together (default 512).",
                 AT_LEAST_1,
             ),
         ]
     ]
     max_processes: NotRequired[
-        Annotated[int, Key("`code`: maximum number of processes and threads of a program (default 16).", AT_LEAST_1)]
+        Annotated[
+            int, Key("`code`: maximum number of processes and threads of a program (default 16).", AT_LEAST_1)
+        ]
     ]
     max_file_mb: NotRequired[
-        Annotated[int, Key("`code`: maximum MB of a file, and in the sandbox of all files of a program together (default 16).", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "`code`: maximum MB of a file, and in the sandbox of all files of a program together "
+                "(default 16).",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     partial: NotRequired[
         Annotated[
             bool,
             Key(
-                "`code`: the score is the share of the tests that pass, each of which has a part of ``timeout_s``; when absent all of them "
+                "`code`: the score is the share of the tests that pass, each of which has a part of "
+                "``timeout_s``; when absent all of them "
                 "have to, for 1."
             ),
         ]
@@ -87,22 +115,33 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "`code`: where Linux grants no namespaces, to the run or to bubblewrap, programs of a model could reach the network, read "
-                "the expected outputs, write files and end other processes: `required` (default) refuses to run them, `preferred` "
+                "`code`: where Linux grants no namespaces, to the run or to bubblewrap, programs of a model "
+                "could reach the network, read "
+                "the expected outputs, write files and end other processes: `required` (default) refuses to "
+                "run them, `preferred` "
                 "runs them with the other limits alone, and says so."
             ),
         ]
     ]
-    max_response_length: NotRequired[Annotated[int, Key("`overlong`, `length`: longest response in tokens.", AT_LEAST_1)]]
+    max_response_length: NotRequired[
+        Annotated[int, Key("`overlong`, `length`: longest response in tokens.", AT_LEAST_1)]
+    ]
     overlong_buffer_length: NotRequired[
-        Annotated[int, Key("`overlong`: tokens before that length over which the reward falls from 0 to -1.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "`overlong`: tokens before that length over which the reward falls from 0 to -1.", AT_LEAST_1
+            ),
+        ]
     ]
 
 
 class RewardConfig(RewardOptions):
     """One of several rewards; its options stand beside these keys."""
 
-    reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name under which this section stands.")]]
+    reward: NotRequired[
+        Annotated[str, Key("as ``env.reward``; when absent, the name under which this section stands.")]
+    ]
     weight: NotRequired[Annotated[float, Key("weight in the sum of the rewards (default 1).")]]
     strip: NotRequired[Annotated[bool, Key("as ``env.strip``, which it is when absent.")]]
     timeout_s: NotRequired[Annotated[float, Key("as ``env.timeout_s``, likewise.", ABOVE_0)]]
@@ -115,22 +154,42 @@ class ToolConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "`calculator`: arithmetic; `python`: code in a closed sandbox, whose variables stay for later calls of a conversation; "
-                "`search`: over ``documents``; `http`: a service at ``url`` that gets the arguments as JSON; or the import path of a "
-                "function with annotated parameters and a docstring. When absent, the name under which this section stands."
+                "`calculator`: arithmetic; `python`: code in a closed sandbox, whose variables stay for "
+                "later calls of a conversation; "
+                "`search`: over ``documents``; `http`: a service at ``url`` that gets the arguments as "
+                "JSON; or the import path of a "
+                "function with annotated parameters and a docstring. When absent, the name under which this "
+                "section stands."
             ),
         ]
     ]
-    description: NotRequired[Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]]
-    documents: NotRequired[
-        Annotated[str, Key("`search`: path of a JSON-lines file of documents; each line has ``text``, and may have ``title``.")]
+    description: NotRequired[
+        Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]
     ]
-    results: NotRequired[Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]]
+    documents: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`search`: path of a JSON-lines file of documents; each line has ``text``, and may have "
+                "``title``."
+            ),
+        ]
+    ]
+    results: NotRequired[
+        Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]
+    ]
     url: NotRequired[Annotated[str, Key("`http`: where the service listens, ``http://`` or ``https://``.")]]
-    timeout_s: NotRequired[Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]]
-    memory_mb: NotRequired[Annotated[int, Key("`python`: memory limit as of the reward `code` (default 512).", AT_LEAST_1)]]
+    timeout_s: NotRequired[
+        Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]
+    ]
+    memory_mb: NotRequired[
+        Annotated[int, Key("`python`: memory limit as of the reward `code` (default 512).", AT_LEAST_1)]
+    ]
     isolation: NotRequired[
-        Annotated[Literal["required", "preferred"], Key("`python`: isolation as of the reward `code` (default `required`).")]
+        Annotated[
+            Literal["required", "preferred"],
+            Key("`python`: isolation as of the reward `code` (default `required`)."),
+        ]
     ]
 
 
@@ -158,7 +217,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             str,
             Key(
-                "`single_turn`: a reward function compares a response with the reference answer; `tools`: the same once the policy has "
+                "`single_turn`: a reward function compares a response with the reference answer; `tools`: "
+                "the same once the policy has "
                 "called ``tools`` as it likes; or the import path of a "
                 "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.message_env`.",
                 default="single_turn",
@@ -169,8 +229,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, `code`, `format`, `length`, "
-                "`overlong`, `http`, or an import path, `path/to/file.py:function`, see `megarl.rollout.rewards`; null where ``rewards`` "
+                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, "
+                "`code`, `format`, `length`, "
+                "`overlong`, `http`, or an import path, `path/to/file.py:function`, see "
+                "`megarl.rollout.rewards`; null where ``rewards`` "
                 "names several, or the environment has its own.",
                 default=None,
             ),
@@ -182,12 +244,18 @@ class EnvConfig(RewardOptions):
             Key("several named rewards; a sample gets their weighted sum.", default=None),
         ]
     ]
-    strip: NotRequired[Annotated[bool, Key("ignore leading and trailing white space in the comparison (``exact_match``).", default=True)]]
+    strip: NotRequired[
+        Annotated[
+            bool,
+            Key("ignore leading and trailing white space in the comparison (``exact_match``).", default=True),
+        ]
+    ]
     keep_special_tokens: NotRequired[
         Annotated[
             bool,
             Key(
-                "rewards read responses with their special tokens, and of Harmony's all messages; otherwise without, and the last message "
+                "rewards read responses with their special tokens, and of Harmony's all messages; otherwise "
+                "without, and the last message "
                 "of the final channel.",
                 default=False,
             ),
@@ -197,22 +265,29 @@ class EnvConfig(RewardOptions):
         Annotated[
             int | None,
             Key(
-                "processes that compute rewards that may fail or take long; null for as many as the driver has cores, at most 8.",
+                "processes that compute rewards that may fail or take long; null for as many as the driver "
+                "has cores, at most 8.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
     num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name of ``processes``.", AT_LEAST_1)]]
-    timeout_s: NotRequired[Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]]
+    timeout_s: NotRequired[
+        Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]
+    ]
     on_error: NotRequired[
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "a response on which the reward function raises, returns no finite number or dies: `zero` counts as 0, `mask` leaves the "
-                "sample out of training, by which a policy may learn to break the function, `raise` ends the run. What no response can "
-                "cause (a scorer that does not answer, a process that others kill, a failed import, a full machine) is masked unless "
-                "`raise`. A function that fails on every response of a batch ends the run, as do three batches in a row without a score.",
+                "a response on which the reward function raises, returns no finite number or dies: `zero` "
+                "counts as 0, `mask` leaves the "
+                "sample out of training, by which a policy may learn to break the function, `raise` ends "
+                "the run. What no response can "
+                "cause (a scorer that does not answer, a process that others kill, a failed import, a full "
+                "machine) is masked unless "
+                "`raise`. A function that fails on every response of a batch ends the run, as do three "
+                "batches in a row without a score.",
                 default="zero",
             ),
         ]
@@ -221,18 +296,25 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "how to treat a reward that exceeds ``timeout_s``: like ``on_error``. A policy can escape scoring by masked time-outs.",
+                "how to treat a reward that exceeds ``timeout_s``: like ``on_error``. A policy can escape "
+                "scoring by masked time-outs.",
                 default="zero",
             ),
         ]
     ]
     options: NotRequired[Annotated[dict[str, Any], Key("keys of an environment of your own.", default={})]]
-    tools: NotRequired[Annotated[dict[str, ToolConfig], Key("with `tools`: the tools that the policy may call, by name.", default={})]]
+    tools: NotRequired[
+        Annotated[
+            dict[str, ToolConfig],
+            Key("with `tools`: the tools that the policy may call, by name.", default={}),
+        ]
+    ]
     max_tool_calls: NotRequired[
         Annotated[
             int | None,
             Key(
-                "with `tools`: maximum number of calls per conversation; the response that exceeds it ends the conversation.",
+                "with `tools`: maximum number of calls per conversation; the response that exceeds it ends "
+                "the conversation.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -240,14 +322,20 @@ class EnvConfig(RewardOptions):
     ]
     threads: NotRequired[
         Annotated[
-            int, Key("maximum number of ``MessageEnv`` conversations stepped at the same time, each in a thread.", AT_LEAST_1, default=256)
+            int,
+            Key(
+                "maximum number of ``MessageEnv`` conversations stepped at the same time, each in a thread.",
+                AT_LEAST_1,
+                default=256,
+            ),
         ]
     ]
     step_timeout_s: NotRequired[
         Annotated[
             float,
             Key(
-                "maximum seconds for one ``MessageEnv`` step; a conversation that exceeds it is left out of training.",
+                "maximum seconds for one ``MessageEnv`` step; a conversation that exceeds it is left out of "
+                "training.",
                 ABOVE_0,
                 default=60.0,
             ),
@@ -256,14 +344,18 @@ class EnvConfig(RewardOptions):
     tool_parser: NotRequired[
         Annotated[
             Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss"] | None,
-            Key("the form in which the model writes calls of tools; null where there are no tools.", default=None),
+            Key(
+                "the form in which the model writes calls of tools; null where there are no tools.",
+                default=None,
+            ),
         ]
     ]
     on_bad_call: NotRequired[
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool call cannot be parsed, or names no tool: `observe` tells the policy so, `end` ends the "
+                "what happens when a tool call cannot be parsed, or names no tool: `observe` tells the "
+                "policy so, `end` ends the "
                 "conversation, which scores 0.",
                 default="observe",
             ),
@@ -273,7 +365,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool, or ``MessageEnv.step``, raises on a response: as ``on_bad_call``. What no response can "
+                "what happens when a tool, or ``MessageEnv.step``, raises on a response: as "
+                "``on_bad_call``. What no response can "
                 "cause (a server that is gone, a "
                 "process that was killed, an answer that is late) leaves the conversation out of training.",
                 default="observe",
@@ -293,7 +386,15 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("max_response_length",),
         "overlong": ("max_response_length", "overlong_buffer_length"),
         "http": ("url", "attempts", "timeout_s"),
-        "code": ("code_timeout_s", "memory_mb", "max_processes", "max_file_mb", "partial", "isolation", "timeout_s"),
+        "code": (
+            "code_timeout_s",
+            "memory_mb",
+            "max_processes",
+            "max_file_mb",
+            "partial",
+            "isolation",
+            "timeout_s",
+        ),
     }
 )
 """Name of each built-in reward to the options that it reads."""
@@ -308,9 +409,14 @@ BUILT_IN_REWARDS = tuple(OPTIONS)
 
 def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]:
     """Yield what is wrong with the tools that an environment of one's own tells the policy of."""
-    fix = 'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON schema of an object}}}'
+    fix = (
+        'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON '
+        "schema of an object}}}"
+    )
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        yield Violation(key, name, f"its tools are {type(tools).__name__}, not a list", "make tools a list of schemas")
+        yield Violation(
+            key, name, f"its tools are {type(tools).__name__}, not a list", "make tools a list of schemas"
+        )
         return
     seen: set[str] = set()
     for place, tool in enumerate(tools):
@@ -320,9 +426,13 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
         if not isinstance(called, str) or not called:
             yield Violation(key, name, f"tools[{place}] = {repr(tool)[:60]} names no function", fix)
         elif called in seen:
-            yield Violation(key, name, f"two of its tools are called {called!r}", "give each a name of its own")
+            yield Violation(
+                key, name, f"two of its tools are called {called!r}", "give each a name of its own"
+            )
         elif not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
-            yield Violation(key, name, f"the parameters of its tool {called!r} are no JSON schema of an object", fix)
+            yield Violation(
+                key, name, f"the parameters of its tool {called!r} are no JSON schema of an object", fix
+            )
         seen.add(str(called))
 
 
@@ -348,10 +458,16 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     kind = load_object(name, key)
     if is_nemo_rl(kind):
         return kind  # megarl.rollout.nemo_rl has the other methods
-    missing = [method for method in ("step", "fault_of_reference", "close") if not callable(getattr(kind, method, None))]
+    missing = [
+        method
+        for method in ("step", "fault_of_reference", "close")
+        if not callable(getattr(kind, method, None))
+    ]
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"
-        raise ConfigError([Violation(key, name, bound, "name a class like megarl.rollout.single_turn:SingleTurn")])
+        raise ConfigError(
+            [Violation(key, name, bound, "name a class like megarl.rollout.single_turn:SingleTurn")]
+        )
     return kind
 
 
@@ -377,16 +493,31 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
 def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
     """Yield what is wrong with the tools of one environment."""
     if not section.get("tools"):
-        yield Violation(f"{key}.tools", section.get("tools"), "there are none, so that nothing can be called", "name one: {calculator: {}}")
+        yield Violation(
+            f"{key}.tools",
+            section.get("tools"),
+            "there are none, so that nothing can be called",
+            "name one: {calculator: {}}",
+        )
     if section.get("tool_parser") is None:
         bound = "no call would be read"
-        yield Violation(f"{key}.tool_parser", None, bound, f"write the form in which the model calls tools: {', '.join(TOOL_PARSERS)}")
+        yield Violation(
+            f"{key}.tool_parser",
+            None,
+            bound,
+            f"write the form in which the model calls tools: {', '.join(TOOL_PARSERS)}",
+        )
     for name, inner in tool_sections(section).items():
         path, kind = f"{key}.tools.{name}", inner["tool"]
         yield from fault_of_name(path, name)
         yield from faults_of_ranges(inner, ToolConfig, path)
         if kind not in TOOL_KINDS and not is_import_path(kind):
-            yield Violation(f"{path}.tool", kind, f"it must be {', '.join(TOOL_KINDS)} or an import path", "write one, as file.py:function")
+            yield Violation(
+                f"{path}.tool",
+                kind,
+                f"it must be {', '.join(TOOL_KINDS)} or an import path",
+                "write one, as file.py:function",
+            )
             continue
         if kind not in TOOL_KINDS:
             try:
@@ -399,7 +530,9 @@ def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
             yield Violation(f"{path}.{option}", at(inner, option), bound, "remove it")
         for option in ("documents", "url"):
             if option in TOOL_OPTIONS.get(kind, ()) and not inner.get(option):
-                yield Violation(f"{path}.{option}", inner.get(option), f"the tool {kind} needs it", "write it")
+                yield Violation(
+                    f"{path}.{option}", inner.get(option), f"the tool {kind} needs it", "write it"
+                )
 
 
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
@@ -416,14 +549,19 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
-        raise ConfigError([Violation(key, name, bound, "write one of those names, or path/to/file.py:function")])
+        raise ConfigError(
+            [Violation(key, name, bound, "write one of those names, or path/to/file.py:function")]
+        )
     if not is_import_path(name):
         return
     function = own_function(name, key)
     if columns is None:
         return
     for fault in describe_faults(function, columns):
-        fix = f"use these names: {known_names()} (extra_keys: {', '.join(sorted(columns)) or 'none'}); or give it a default"
+        fix = (
+            f"use these names: {known_names()} (extra_keys: {', '.join(sorted(columns)) or 'none'}); or "
+            "give it a default"
+        )
         raise ConfigError([Violation(key, name, fault, fix)])
 
 
@@ -431,7 +569,11 @@ def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """Return the environments of an ``env`` section that have names: the sections in it that are no keys of
     its own."""
     own = keys_of(EnvConfig)
-    return {name: cast(EnvConfig, inner) for name, inner in section.items() if isinstance(inner, Mapping) and name not in own}
+    return {
+        name: cast(EnvConfig, inner)
+        for name, inner in section.items()
+        if isinstance(inner, Mapping) and name not in own
+    }
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
@@ -454,13 +596,21 @@ def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
     if several is None:
         return {key: cast(RewardConfig, section)}
     shared: Any = {name: section[name] for name in ("strip", "timeout_s") if name in section}
-    return {f"{key}.rewards.{name}": cast(RewardConfig, {"reward": name, **shared, **inner}) for name, inner in several.items()}
+    return {
+        f"{key}.rewards.{name}": cast(RewardConfig, {"reward": name, **shared, **inner})
+        for name, inner in several.items()
+    }
 
 
 def fault_of_name(key: str, name: str) -> Iterator[Violation]:
     """Yield what is wrong with a name of the user's, which metrics will bear."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
-        yield Violation(key, name, "a name has letters, digits, - and _ alone, and begins with a letter", "give it another name")
+        yield Violation(
+            key,
+            name,
+            "a name has letters, digits, - and _ alone, and begins with a letter",
+            "give it another name",
+        )
 
 
 def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterator[Violation]:
@@ -468,14 +618,18 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
     for name, field in fields_of(kind).items():
         value = section.get(name)
         if value is not None and field.bounds is not None and not field.bounds.holds(value):
-            yield Violation(f"{key}.{name}", value, f"it must be {field.bounds}", f"write a value that is {field.bounds}")
+            yield Violation(
+                f"{key}.{name}", value, f"it must be {field.bounds}", f"write a value that is {field.bounds}"
+            )
     for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):
             if isinstance(section.get(name), Mapping):
                 yield from faults_of_ranges(section[name], inner, f"{key}.{name}")
 
 
-def faults_of_rewards(section: EnvConfig, key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:
+def faults_of_rewards(
+    section: EnvConfig, key: str = "env", columns: Collection[str] = ()
+) -> Iterator[Violation]:
     """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right
     types.
 
@@ -490,9 +644,16 @@ def faults_of_rewards(section: EnvConfig, key: str = "env", columns: Collection[
             fix = "write one of the two"
             yield Violation(f"{key}.reward", section["reward"], f"{key}.rewards names rewards too", fix)
         if not several:
-            yield Violation(f"{key}.rewards", several, "it names no reward", "name at least one, or write reward")
+            yield Violation(
+                f"{key}.rewards", several, "it names no reward", "name at least one, or write reward"
+            )
         elif all(inner.get("weight", 1.0) == 0 for inner in several.values()):
-            yield Violation(f"{key}.rewards", several, "all weights are 0, so that no response would get a reward", "give one a weight")
+            yield Violation(
+                f"{key}.rewards",
+                several,
+                "all weights are 0, so that no response would get a reward",
+                "give one a weight",
+            )
         for name, inner in several.items():
             yield from fault_of_name(f"{key}.rewards.{name}", name)
             yield from faults_of_ranges(inner, RewardConfig, f"{key}.rewards.{name}")
@@ -513,7 +674,9 @@ def _faults_of_reward(reward: RewardConfig, key: str, columns: Collection[str]) 
     read = OPTIONS.get(str(name), ())
     for option in keys_of(RewardOptions):
         if option in reward and option not in read:
-            yield Violation(f"{key}.{option}", at(reward, option), f"the reward {name!r} does not read it", "remove it")
+            yield Violation(
+                f"{key}.{option}", at(reward, option), f"the reward {name!r} does not read it", "remove it"
+            )
     for option in REQUIRED_OPTIONS.get(str(name), ()):
         if option not in reward:
             yield Violation(f"{key}.{option}", None, f"the reward {name!r} needs it", "add it")
@@ -529,7 +692,11 @@ def _faults_of_options(reward: RewardConfig, key: str) -> Iterator[Violation]:
         try:
             re.compile(reward["pattern"])
         except re.error as error:
-            yield Violation(f"{key}.pattern", reward["pattern"], f"it is no regular expression: {error}", "mend it")
+            yield Violation(
+                f"{key}.pattern", reward["pattern"], f"it is no regular expression: {error}", "mend it"
+            )
     url = reward.get("url")
     if url is not None and not re.match(r"https?://[^/\s]+", url):
-        yield Violation(f"{key}.url", url, "an address of http or https is wanted", "write http://host:port/path")
+        yield Violation(
+            f"{key}.url", url, "an address of http or https is wanted", "write http://host:port/path"
+        )

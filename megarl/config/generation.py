@@ -15,9 +15,14 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 class ResourcesConfig(TypedDict):
     """Resources of a generation engine of its own."""
 
-    gpus_per_node: NotRequired[Annotated[int | None, Key("worker ranks per node of the engines; null for all of a node.")]]
+    gpus_per_node: NotRequired[
+        Annotated[int | None, Key("worker ranks per node of the engines; null for all of a node.")]
+    ]
     num_nodes: NotRequired[
-        Annotated[int | None, Key("number of nodes that the engines occupy; null if they share the only node with training.")]
+        Annotated[
+            int | None,
+            Key("number of nodes that the engines occupy; null if they share the only node with training."),
+        ]
     ]
 
 
@@ -25,7 +30,9 @@ class ColocationConfig(TypedDict):
     """Placement of generation: on the devices of training, or apart."""
 
     enabled: Annotated[bool, Key("generation shares the devices of training, in turn.")]
-    resources: NotRequired[Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]]
+    resources: NotRequired[
+        Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]
+    ]
 
 
 class VllmConfig(TypedDict):
@@ -35,21 +42,26 @@ class VllmConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as many engines are started as "
-                "the places allow. They are on one node, or fill whole nodes: 32 are an engine over four nodes of 8.",
+                "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as "
+                "many engines are started as "
+                "the places allow. They are on one node, or fill whole nodes: 32 are an engine over four "
+                "nodes of 8.",
                 AT_LEAST_1,
                 default=1,
             ),
         ]
     ]
     pipeline_parallel_size: NotRequired[
-        Annotated[int, Key("parts of the layers, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("parts of the layers, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1)
+        ]
     ]
     expert_parallel_size: NotRequired[
         Annotated[
             int,
             Key(
-                "ranks that the experts of a mixture are divided over: 1 cuts each of them over ``tensor_parallel_size`` ranks, "
+                "ranks that the experts of a mixture are divided over: 1 cuts each of them over "
+                "``tensor_parallel_size`` ranks, "
                 "``tensor_parallel_size`` gives each rank whole ones; 1 on a CPU.",
                 AT_LEAST_1,
                 default=1,
@@ -60,41 +72,66 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "one seed an engine and call instead of one a response, with which the fast sampler of vLLM's first model runner runs; "
-                "GPUs take the second one, where it would gain nothing and is refused. Given up: that a response is the same whatever "
+                "one seed an engine and call instead of one a response, with which the fast sampler of "
+                "vLLM's first model runner runs; "
+                "GPUs take the second one, where it would gain nothing and is refused. Given up: that a "
+                "response is the same whatever "
                 "else is in the batch and however many engines there are.",
                 default=False,
             ),
         ]
     ]
-    async_engine: NotRequired[Annotated[Literal[False], Key("false: an engine gets a batch of prompts at once.", default=False)]]
+    async_engine: NotRequired[
+        Annotated[Literal[False], Key("false: an engine gets a batch of prompts at once.", default=False)]
+    ]
     precision: NotRequired[
-        Annotated[Literal["float32", "bfloat16", "float16"], Key("type of the engine's weights; the policy's when absent.")]
+        Annotated[
+            Literal["float32", "bfloat16", "float16"],
+            Key("type of the engine's weights; the policy's when absent."),
+        ]
     ]
     max_model_len: NotRequired[
-        Annotated[int, Key("maximum tokens of prompt and response together; the policy's longest sequence when absent.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "maximum tokens of prompt and response together; the policy's longest sequence when absent.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     gpu_memory_utilization: NotRequired[
-        Annotated[float, Key("share of a GPU's memory that an engine may take, weights and cache together.", POSITIVE_SHARE, default=0.6)]
+        Annotated[
+            float,
+            Key(
+                "share of a GPU's memory that an engine may take, weights and cache together.",
+                POSITIVE_SHARE,
+                default=0.6,
+            ),
+        ]
     ]
     kv_cache_gb: NotRequired[
         Annotated[
             float | None,
             Key(
-                "GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.",
+                "GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` "
+                "leaves, and 1 on a CPU.",
                 ABOVE_0,
                 default=None,
             ),
         ]
     ]
     enforce_eager: NotRequired[
-        Annotated[bool, Key("do not compile the model: engines start sooner and generate more slowly.", default=False)]
+        Annotated[
+            bool,
+            Key("do not compile the model: engines start sooner and generate more slowly.", default=False),
+        ]
     ]
     load_format: NotRequired[
         Annotated[
             Literal["dummy", "auto"],
             Key(
-                "``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.",
+                "``dummy``: weights come with the first refit alone; ``auto``: they are read from the "
+                "model's files before that too.",
                 default="dummy",
             ),
         ]
@@ -103,13 +140,17 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "engines read the model's own weights from its files, once, and get the adapters of ``policy.peft`` by themselves at a "
-                "refit; false: they get whole weights, with the adapters in them. It needs ``load_format: auto``.",
+                "engines read the model's own weights from its files, once, and get the adapters of "
+                "``policy.peft`` by themselves at a "
+                "refit; false: they get whole weights, with the adapters in them. It needs ``load_format: "
+                "auto``.",
                 default=False,
             ),
         ]
     ]
-    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]]
+    env_vars: NotRequired[
+        Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]
+    ]
 
 
 class EngineCheckConfig(TypedDict):
@@ -119,14 +160,17 @@ class EngineCheckConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "responses of the last batch that engines and policy both score after a refit, drawn by the seed; where engines are of the "
+                "responses of the last batch that engines and policy both score after a refit, drawn by the "
+                "seed; where engines are of the "
                 "policy's own backend, all weights are compared too, bit for bit. 0 for no check.",
                 AT_LEAST_0,
                 default=0,
             ),
         ]
     ]
-    on_difference: NotRequired[Annotated[Literal["stop", "warn"], Key("what a difference that is no rounding does.", default="stop")]]
+    on_difference: NotRequired[
+        Annotated[Literal["stop", "warn"], Key("what a difference that is no rounding does.", default="stop")]
+    ]
 
 
 class GenerationConfig(TypedDict):
@@ -136,7 +180,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "`megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or the import path "
+                "`megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or "
+                "the import path "
                 "of an engine, `path/to/file.py:KIND`, see `megarl.models.generation.engines`."
             ),
         ]
@@ -157,7 +202,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.",
+                "smallest set of tokens with at least this probability is kept, in sampling and in "
+                "log-probabilities; 1 keeps all.",
                 POSITIVE_SHARE,
                 default=1.0,
             ),
@@ -185,12 +231,17 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
-    val_top_p: NotRequired[Annotated[float, Key("``top_p`` of a validation that samples.", POSITIVE_SHARE, default=1.0)]]
+    val_top_p: NotRequired[
+        Annotated[float, Key("``top_p`` of a validation that samples.", POSITIVE_SHARE, default=1.0)]
+    ]
     val_top_k: NotRequired[
         Annotated[
             int | None,
             Key(
-                "``top_k`` of a validation that samples; null keeps all.", AT_LEAST_1, default=None, advice="write null to keep all tokens"
+                "``top_k`` of a validation that samples; null keeps all.",
+                AT_LEAST_1,
+                default=None,
+                advice="write null to keep all tokens",
             ),
         ]
     ]
@@ -199,19 +250,29 @@ class GenerationConfig(TypedDict):
         Annotated[
             list[int] | None,
             Key(
-                "tokens that end a response; null or absent for all that the tokenizer, `generation_config.json`, `config.json` and the "
+                "tokens that end a response; null or absent for all that the tokenizer, "
+                "`generation_config.json`, `config.json` and the "
                 "chat template name.",
                 default=None,
             ),
         ]
     ]
     stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end a response.", default=None)]]
-    pad_token_id: NotRequired[Annotated[int, Key("token that pads responses; the tokenizer's when absent.", AT_LEAST_0)]]
-    colocated: NotRequired[Annotated[ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})]]
+    pad_token_id: NotRequired[
+        Annotated[int, Key("token that pads responses; the tokenizer's when absent.", AT_LEAST_0)]
+    ]
+    colocated: NotRequired[
+        Annotated[
+            ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})
+        ]
+    ]
     engine_check: NotRequired[
         Annotated[
             EngineCheckConfig,
-            Key("whether engines apart compute with the policy's weights.", default={"sequences": 0, "on_difference": "stop"}),
+            Key(
+                "whether engines apart compute with the policy's weights.",
+                default={"sequences": 0, "on_difference": "stop"},
+            ),
         ]
     ]
     vllm_cfg: NotRequired[Annotated[VllmConfig, Key("vLLM engines; read where ``backend`` is vllm.")]]
@@ -225,5 +286,11 @@ class GenerationConfig(TypedDict):
         ]
     ]
     engine_cfg: NotRequired[
-        Annotated[dict[str, Any], Key("keys of an engine of one's own, which the ``section`` of its kind says (`megarl.config.plugins`).")]
+        Annotated[
+            dict[str, Any],
+            Key(
+                "keys of an engine of one's own, which the ``section`` of its kind says "
+                "(`megarl.config.plugins`)."
+            ),
+        ]
     ]

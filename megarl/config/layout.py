@@ -52,7 +52,9 @@ class Layout:
         return Coordinates(rank, pipeline, data, context, tensor, node, local_rank)
 
 
-def layers_per_stage(num_layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
+def layers_per_stage(
+    num_layers: int, stages: int, first: int | None = None, last: int | None = None
+) -> list[int]:
     """Return layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest
     evenly.
 
@@ -96,8 +98,14 @@ def read_pipeline_layout(text: str) -> list[str]:
         unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
     unknown = sorted(set(unrolled) - set("EtL|"))
     if unknown:
-        raise ValueError(f"{''.join(unknown)!r} is not understood; write E, t, L, |, and *n or (...)*n for repetitions")
-    if unrolled.replace("|", "").replace("t", "") != "EL" or not unrolled.startswith("E") or not unrolled.endswith("L"):
+        raise ValueError(
+            f"{''.join(unknown)!r} is not understood; write E, t, L, |, and *n or (...)*n for repetitions"
+        )
+    if (
+        unrolled.replace("|", "").replace("t", "") != "EL"
+        or not unrolled.startswith("E")
+        or not unrolled.endswith("L")
+    ):
         raise ValueError("the embedding E comes first and the output layer L last, each once")
     return unrolled.split("|")
 
@@ -119,7 +127,10 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
     """
     stages, layout = int(megatron["pipeline_model_parallel_size"]), megatron["pipeline_model_parallel_layout"]
     if layout is None:
-        first, last = megatron["num_layers_in_first_pipeline_stage"], megatron["num_layers_in_last_pipeline_stage"]
+        first, last = (
+            megatron["num_layers_in_first_pipeline_stage"],
+            megatron["num_layers_in_last_pipeline_stage"],
+        )
         return layers_per_stage(num_layers, stages, first, last)
     chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
     if len(chunks) % stages:

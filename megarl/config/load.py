@@ -34,14 +34,23 @@ _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$
 _ANOTHER = "another value than any variable has"
 
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_TOO_DEEP = "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the brackets out"
+_TOO_DEEP = (
+    "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the "
+    "brackets out"
+)
 
 
 class OverridesError(ConfigError):
     """An override of the command line cannot be read or applied."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = (), *, allow_env: bool = False) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    layers: Sequence[str | Path] = (),
+    *,
+    allow_env: bool = False,
+) -> Config:
     """Return the configuration of ``path`` with everything it inherits, overridden and interpolated, as plain
     containers. Not checked yet.
 
@@ -66,7 +75,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
 
 
-def followers_of(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()) -> dict[str, list[str]]:
+def followers_of(
+    path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()
+) -> dict[str, list[str]]:
     """Return the dotted keys that are written as a reference to another key, ``${other.key}``, by that key.
 
     Args:
@@ -86,7 +97,9 @@ def _merged(path: str | Path, overrides: Sequence[str], layers: Sequence[str | P
     return parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
 
 
-def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool) -> Config:
+def _resolved(
+    path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool
+) -> Config:
     merged = _merged(path, overrides, layers)
     written = OmegaConf.to_container(merged, resolve=False)
     _refuse_resolvers(written, str(path), allow_env)
@@ -118,12 +131,15 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
         for name in _RESOLVER.findall(value):
             if name == _ENVIRONMENT and not allow_env:
                 raise ConfigError(
-                    f"{path}: {key} takes a value from the environment, which has secrets that a configuration could send elsewhere. "
-                    "Fix: write the value itself, or start with --allow-env if you trust the file; the value is then not written anywhere"
+                    f"{path}: {key} takes a value from the environment, which has secrets that a "
+                    "configuration could send elsewhere. "
+                    "Fix: write the value itself, or start with --allow-env if you trust the file; the "
+                    "value is then not written anywhere"
                 )
             if name not in (*_PURE, _ENVIRONMENT):
                 raise ConfigError(
-                    f"{path}: {key} calls the resolver {name!r}: {', '.join(_PURE)} are allowed, and {_ENVIRONMENT} with --allow-env. "
+                    f"{path}: {key} calls the resolver {name!r}: {', '.join(_PURE)} are allowed, and "
+                    f"{_ENVIRONMENT} with --allow-env. "
                     "Fix: write the value itself"
                 )
 
@@ -131,7 +147,12 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 def _refuse_hidden(resolved: Any) -> None:
     """Raises ConfigError where a file of a run is read that was written without its secrets."""
     found = [
-        Violation(key, value, "it was hidden when this file was written", f"give the value itself, for example with {key}=...")
+        Violation(
+            key,
+            value,
+            "it was hidden when this file was written",
+            f"give the value itself, for example with {key}=...",
+        )
         for key, value in _texts(resolved)
         if value == HIDDEN or _PART_HIDDEN.search(value)
     ]
@@ -187,14 +208,19 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
     Raises:
         ConfigError: as in ``load_config``.
     """
-    return cast(DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ())))
+    return cast(
+        DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ()))
+    )
 
 
 def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[Any, Any]:
     path = path.expanduser().resolve()
     if path in chain:
         circle = " -> ".join(str(member) for member in (*chain, path))
-        raise ConfigError(f"configuration files inherit from each other in a circle: {circle}. Fix: remove one of the 'defaults'")
+        raise ConfigError(
+            f"configuration files inherit from each other in a circle: {circle}. Fix: remove one of the "
+            "'defaults'"
+        )
     config = _read_yaml(path, chain)
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
@@ -212,7 +238,9 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
         inherited_source, written = at(under, path), at(over, path)
         if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
             replaced = replaced_keys(written)
-            kept = put(kept, path, {key: value for key, value in inherited_source.items() if key not in replaced})
+            kept = put(
+                kept, path, {key: value for key, value in inherited_source.items() if key not in replaced}
+            )
     return merge(kept, over)
 
 
@@ -224,7 +252,10 @@ def _defaults_of(config: DictConfig, path: Path) -> list[str]:
     names = list(defaults) if isinstance(defaults, ListConfig) else [defaults]
     for name in names:
         if not isinstance(name, str):
-            raise ConfigError(f"{path}: defaults holds {name!r}. Fix: write the name of a YAML file, or a list of such names")
+            raise ConfigError(
+                f"{path}: defaults holds {name!r}. Fix: write the name of a YAML file, or a list of such "
+                "names"
+            )
     return names
 
 
@@ -232,22 +263,37 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     origin = f", named in the defaults of {chain[-1]}" if chain else ""
     if not path.is_file():
         special = special_kind(path)
-        kind = "is a directory" if path.is_dir() else f"is {special}, not a file" if special else "does not exist"
+        kind = (
+            "is a directory"
+            if path.is_dir()
+            else f"is {special}, not a file"
+            if special
+            else "does not exist"
+        )
         raise ConfigError(f"configuration file {path} {kind}{origin}. Fix: give the path of a YAML file")
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
-            raise ConfigError(f"configuration file {path} is empty{origin}. Fix: write at least one key into it, or leave it out")
+            raise ConfigError(
+                f"configuration file {path} is empty{origin}. Fix: write at least one key into it, or leave "
+                "it out"
+            )
         _refuse_depth(text)
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: mend that line") from error
+        raise ConfigError(
+            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: mend that line"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"configuration file {path}{origin}: {_TOO_DEEP}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}. Fix: make it a readable text file in UTF-8") from error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {error}. Fix: make it a readable text file in UTF-8"
+        ) from error
     if not isinstance(config, DictConfig) or len(config) == 0:
-        raise ConfigError(f"configuration file {path} holds no keys{origin}. Fix: write lines of the form 'key: value'")
+        raise ConfigError(
+            f"configuration file {path} holds no keys{origin}. Fix: write lines of the form 'key: value'"
+        )
     return config
 
 
@@ -282,9 +328,20 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
         except RecursionError as error:
             beginning = f"{override[:60]!r}{'...' if len(override) > 60 else ''}"
             raise OverridesError(f"override {beginning} cannot be applied: {_TOO_DEEP}") from error
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except (
+            yaml.YAMLError,
+            OmegaConfBaseException,
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+        ) as error:
             said = str(error) if isinstance(error, OverridesError) else None
-            text = said or f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write key.of.section=value"
+            text = said or (
+                f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write "
+                "key.of.section=value"
+            )
             hidden = _without_secret(text, override)
             raise OverridesError(hidden) from (None if said or hidden != text else error)
     _drop_replaced(changed, overrides)
@@ -336,10 +393,14 @@ def _apply(config: DictConfig, override: str) -> None:
         _remove(config, override, key, _value_of(text) if equals else None, bool(equals))
         return
     if not equals:
-        raise OverridesError(f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key")
+        raise OverridesError(
+            f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
+        )
     _refuse_path_through_value(config, override, key)
     if sign == "+" and _is_there(config, key):
-        raise OverridesError(f"override {override!r} adds a key that is there already. Fix: write {key}={text}")
+        raise OverridesError(
+            f"override {override!r} adds a key that is there already. Fix: write {key}={text}"
+        )
     value = _value_of(text)
     # a list takes the place of a section, and a section that of a list: OmegaConf would merge them, which
     # fails
@@ -394,7 +455,8 @@ def _refuse_path_through_value(config: DictConfig, override: str, key: str) -> N
         node = OmegaConf.select(config, above)
         if node is not None and not OmegaConf.is_config(node):
             raise OverridesError(
-                f"override {override!r}: {above} is the value {shown(above, node)}, not a section. Fix: override {above} itself"
+                f"override {override!r}: {above} is the value {shown(above, node)}, not a section. Fix: "
+                f"override {above} itself"
             )
 
 
@@ -404,7 +466,9 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
     parent, name = _parent_and_name(config, key)
     present = _plain(parent)[name]
     if only_that_value and present != value:
-        raise OverridesError(f"override {override!r}: the value of {key} is {shown(key, present)}. Fix: write ~{key}")
+        raise OverridesError(
+            f"override {override!r}: the value of {key} is {shown(key, present)}. Fix: write ~{key}"
+        )
     del parent[name]
 
 
@@ -422,7 +486,13 @@ def with_environment(config: Mapping[str, Any]) -> Config:
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
         bound = "first:stop is wanted, the first of the steps and the one after the last"
-        raise ConfigError([Violation("MEGARL_NSYS_PROFILE_STEP_RANGE", steps, bound, "write 3:5 for steps 3 and 4, or unset it")])
+        raise ConfigError(
+            [
+                Violation(
+                    "MEGARL_NSYS_PROFILE_STEP_RANGE", steps, bound, "write 3:5 for steps 3 and 4, or unset it"
+                )
+            ]
+        )
     told = {"steps": numbers, "nsys_workers": workers}
     filled = {key: value for key, value in told.items() if value is not None and section.get(key) is None}
     return {**config, "profiler": {**section, **filled}}

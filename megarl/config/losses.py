@@ -23,7 +23,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "`clipped_pg`, which the keys below are about; or the import path of a class of one's own, `path/to/file.py:Name`, made of "
+                "`clipped_pg`, which the keys below are about; or the import path of a class of one's own, "
+                "`path/to/file.py:Name`, made of "
                 "this section: a ``LossFunction`` (`megarl.algorithms.interfaces`).",
                 default=CLIPPED_PG,
             ),
@@ -31,7 +32,11 @@ class ClippedPGLossConfig(TypedDict):
     ]
     options: NotRequired[Annotated[dict[str, Any], Key("keys of a loss of one's own.", default={})]]
     reference_policy_kl_penalty: Annotated[
-        float, Key("weight of the divergence from the reference policy; 0 runs without a reference policy.", AT_LEAST_0)
+        float,
+        Key(
+            "weight of the divergence from the reference policy; 0 runs without a reference policy.",
+            AT_LEAST_0,
+        ),
     ]
     ratio_clip_min: Annotated[float, Key("the probability ratio is clipped below 1 minus this.", SHARE)]
     ratio_clip_max: Annotated[float, Key("the probability ratio is clipped above 1 plus this.", AT_LEAST_0)]
@@ -43,17 +48,24 @@ class ClippedPGLossConfig(TypedDict):
             advice="write null to turn the second clip off, or for example 3.0",
         ),
     ]
-    use_on_policy_kl_approximation: Annotated[bool, Key("weigh the divergence by the ratio of current to generation policy.")]
+    use_on_policy_kl_approximation: Annotated[
+        bool, Key("weigh the divergence by the ratio of current to generation policy.")
+    ]
     use_importance_sampling_correction: Annotated[
         bool,
-        Key("weigh each token, or with ratios of sequences each sequence, by the ratio of training to generation policy."),
+        Key(
+            "weigh each token, or with ratios of sequences each sequence, by the ratio of training to "
+            "generation policy."
+        ),
     ]
     truncated_importance_sampling_type: NotRequired[
         Annotated[
             Literal["tis", "icepop", "seq-mask-tis"] | None,
             Key(
-                "what becomes of weights out of bounds: `tis` takes the upper bound in their place, `icepop` 0, and `seq-mask-tis` takes 0 "
-                "for all tokens of a sequence whose geometric mean is out of bounds, and all other weights as they are; null for nothing.",
+                "what becomes of weights out of bounds: `tis` takes the upper bound in their place, "
+                "`icepop` 0, and `seq-mask-tis` takes 0 "
+                "for all tokens of a sequence whose geometric mean is out of bounds, and all other weights "
+                "as they are; null for nothing.",
                 default=None,
             ),
         ]
@@ -62,17 +74,26 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[float | None, Key("the upper bound of those weights.", ABOVE_0, default=None)]
     ]
     truncated_importance_sampling_ratio_min: NotRequired[
-        Annotated[float | None, Key("their lower bound (`icepop`, `seq-mask-tis`); null for none.", ABOVE_0, default=None)]
+        Annotated[
+            float | None,
+            Key("their lower bound (`icepop`, `seq-mask-tis`); null for none.", ABOVE_0, default=None),
+        ]
     ]
-    token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
+    token_level_loss: Annotated[
+        bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")
+    ]
     disable_ppo_ratio: NotRequired[
-        Annotated[bool, Key("plain policy gradient, without the ratio to previous log-probabilities.", default=False)]
+        Annotated[
+            bool,
+            Key("plain policy gradient, without the ratio to previous log-probabilities.", default=False),
+        ]
     ]
     force_on_policy_ratio: NotRequired[
         Annotated[
             bool,
             Key(
-                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no pass computes them, unless "
+                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no "
+                "pass computes them, unless "
                 "``grpo.max_token_mult_prob_error`` needs it; for batches that are trained on once.",
                 default=False,
             ),
@@ -81,14 +102,19 @@ class ClippedPGLossConfig(TypedDict):
     sequence_level_importance_ratios: NotRequired[
         Annotated[
             bool,
-            Key("one ratio a sequence, the geometric mean of those of its tokens, which is clipped as a whole (GSPO).", default=False),
+            Key(
+                "one ratio a sequence, the geometric mean of those of its tokens, which is clipped as a "
+                "whole (GSPO).",
+                default=False,
+            ),
         ]
     ]
     sequence_level_ratio_gradient: NotRequired[
         Annotated[
             Literal["sequence", "token"],
             Key(
-                "`sequence` for the gradient of a sequence's ratio (GSPO); with `token` it has the value of the sequence and the gradient "
+                "`sequence` for the gradient of a sequence's ratio (GSPO); with `token` it has the value of "
+                "the sequence and the gradient "
                 "of the token (GSPO-token). They differ where advantages do within a sequence.",
                 default="sequence",
             ),
@@ -98,7 +124,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the clipped ratio is a constant weight of the log-probability, so that clipped tokens keep a gradient (CISPO); "
+                "the clipped ratio is a constant weight of the log-probability, so that clipped tokens keep "
+                "a gradient (CISPO); "
                 "``ratio_clip_min: 1`` has no lower bound, as its paper has none.",
                 default=False,
             ),
@@ -108,7 +135,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "constant that the sum over each sequence's tokens is divided by in place of their number, such as the longest response "
+                "constant that the sum over each sequence's tokens is divided by in place of their number, "
+                "such as the longest response "
                 "(Dr.GRPO), before the mean over sequences; null for their number.",
                 ABOVE_0,
                 default=None,
@@ -119,7 +147,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["k1", "k2", "k3"],
             Key(
-                "how the divergence of a token is estimated: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 with d = reference - current.",
+                "how the divergence of a token is estimated: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 "
+                "with d = reference - current.",
                 default="k3",
             ),
         ]
@@ -128,8 +157,10 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "subtract the divergence from the rewards, instead of adding it to the loss. With `reinforce_plus_plus` a token's return "
-                "loses the divergence of it and of all later tokens; otherwise a response's reward loses that of the whole response.",
+                "subtract the divergence from the rewards, instead of adding it to the loss. With "
+                "`reinforce_plus_plus` a token's return "
+                "loses the divergence of it and of all later tokens; otherwise a response's reward loses "
+                "that of the whole response.",
                 default=False,
             ),
         ]
@@ -137,34 +168,48 @@ class ClippedPGLossConfig(TypedDict):
     reference_policy_kl_gradient: NotRequired[
         Annotated[
             Literal["exact", "pathwise"],
-            Key("`exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.", default="exact"),
+            Key(
+                "`exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.",
+                default="exact",
+            ),
         ]
     ]
     log_ratio_clamp_value: NotRequired[
         Annotated[
             float | None,
-            Key("the logarithm of the probability ratio is clamped to plus and minus this; null for no clamp.", ABOVE_0, default=20.0),
+            Key(
+                "the logarithm of the probability ratio is clamped to plus and minus this; null for no "
+                "clamp.",
+                ABOVE_0,
+                default=20.0,
+            ),
         ]
     ]
     kl_input_clamp_value: NotRequired[
         Annotated[
             float | None,
             Key(
-                "bound on the difference of log-probabilities in the divergence, clamped in value and gradient; null for none.",
+                "bound on the difference of log-probabilities in the divergence, clamped in value and "
+                "gradient; null for none.",
                 ABOVE_0,
                 default=20.0,
             ),
         ]
     ]
     kl_output_clamp_value: NotRequired[
-        Annotated[float | None, Key("the divergence of a token is clamped to this; its gradient goes on.", ABOVE_0, default=10.0)]
+        Annotated[
+            float | None,
+            Key("the divergence of a token is clamped to this; its gradient goes on.", ABOVE_0, default=10.0),
+        ]
     ]
     entropy_coef: NotRequired[
         Annotated[
             float,
             Key(
-                "weight of the entropy bonus: the loss is lower by this times the mean entropy (nats) of the distributions that the tokens "
-                "are drawn from, with the temperature and what top-k and top-p keep, normalised like the loss; 0 computes none.",
+                "weight of the entropy bonus: the loss is lower by this times the mean entropy (nats) of "
+                "the distributions that the tokens "
+                "are drawn from, with the temperature and what top-k and top-p keep, normalised like the "
+                "loss; 0 computes none.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -176,28 +221,51 @@ class DPOLossConfig(TypedDict):
     """Direct preference optimisation: the loss."""
 
     reference_policy_kl_penalty: NotRequired[
-        Annotated[float, Key("beta: how dear it is to leave the reference policy; of `ipo`, the paper's tau.", ABOVE_0, default=0.05)]
+        Annotated[
+            float,
+            Key(
+                "beta: how dear it is to leave the reference policy; of `ipo`, the paper's tau.",
+                ABOVE_0,
+                default=0.05,
+            ),
+        ]
     ]
     preference_loss_type: NotRequired[
         Annotated[
             Literal["sigmoid", "ipo"],
             Key(
-                "of the margin between both rewards m: `sigmoid` has -log sigmoid(beta m), DPO's, `ipo` the square of m - 1 / (2 beta).",
+                "of the margin between both rewards m: `sigmoid` has -log sigmoid(beta m), DPO's, `ipo` the "
+                "square of m - 1 / (2 beta).",
                 default="sigmoid",
             ),
         ]
     ]
-    preference_loss_weight: NotRequired[Annotated[float, Key("weight of the preference loss.", ABOVE_0, default=1.0)]]
+    preference_loss_weight: NotRequired[
+        Annotated[float, Key("weight of the preference loss.", ABOVE_0, default=1.0)]
+    ]
     preference_average_log_probs: NotRequired[
         Annotated[
             bool,
-            Key("the reward of an answer is a mean over its tokens, not their sum (length-normalised; `ipo` in TRL).", default=False),
+            Key(
+                "the reward of an answer is a mean over its tokens, not their sum (length-normalised; `ipo` "
+                "in TRL).",
+                default=False,
+            ),
         ]
     ]
     sft_loss_weight: NotRequired[
-        Annotated[float, Key("weight of the negative log-likelihood of the chosen answers; 0 for none.", AT_LEAST_0, default=0.0)]
+        Annotated[
+            float,
+            Key(
+                "weight of the negative log-likelihood of the chosen answers; 0 for none.",
+                AT_LEAST_0,
+                default=0.0,
+            ),
+        ]
     ]
-    sft_average_log_probs: NotRequired[Annotated[bool, Key("that likelihood is a mean over tokens, not their sum.", default=False)]]
+    sft_average_log_probs: NotRequired[
+        Annotated[bool, Key("that likelihood is a mean over tokens, not their sum.", default=False)]
+    ]
 
 
 class DistillationLossConfig(TypedDict):
@@ -207,20 +275,30 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             Literal["forward", "reverse", "mixed"],
             Key(
-                "`forward` is KL(teacher || policy), `reverse` KL(policy || teacher), `mixed` the sum of both by ``mixed_kl_weight``.",
+                "`forward` is KL(teacher || policy), `reverse` KL(policy || teacher), `mixed` the sum of "
+                "both by ``mixed_kl_weight``.",
                 default="reverse",
             ),
         ]
     ]
     mixed_kl_weight: NotRequired[
-        Annotated[float, Key("weight of the forward divergence in `mixed`; the reverse one has the rest of 1.", SHARE, default=0.5)]
+        Annotated[
+            float,
+            Key(
+                "weight of the forward divergence in `mixed`; the reverse one has the rest of 1.",
+                SHARE,
+                default=0.5,
+            ),
+        ]
     ]
     outside_topk: NotRequired[
         Annotated[
             Literal["rest", "renormalize"],
             Key(
-                "probability of all other tokens: with `rest` it counts as that of one more token, so that the divergence is a lower bound "
-                "of that over the whole vocabulary; `renormalize` leaves it out and divides by what is left, so that nothing keeps the "
+                "probability of all other tokens: with `rest` it counts as that of one more token, so that "
+                "the divergence is a lower bound "
+                "of that over the whole vocabulary; `renormalize` leaves it out and divides by what is "
+                "left, so that nothing keeps the "
                 "policy from other tokens.",
                 default="rest",
             ),

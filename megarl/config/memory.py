@@ -25,8 +25,20 @@ from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
 from megarl.config.layout import Layout, stage_layer_counts
-from megarl.config.parameters import expert_layer_parameters, layer_parameters, sparse_layers, stage_layers, stage_parameters
-from megarl.config.policy import MOMENT_KEYS, STATE_KEYS, MegatronConfig, MegatronOptimizerConfig, PolicyConfig
+from megarl.config.parameters import (
+    expert_layer_parameters,
+    layer_parameters,
+    sparse_layers,
+    stage_layers,
+    stage_parameters,
+)
+from megarl.config.policy import (
+    MOMENT_KEYS,
+    STATE_KEYS,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    PolicyConfig,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -71,7 +83,9 @@ class RankMemory:
     def peak(self) -> int:
         """Most memory at once: passes and generation take turns, weights and optimizer state stay. Host
         memory is not counted."""
-        return self.state + max(self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache)
+        return self.state + max(
+            self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache
+        )
 
     @property
     def state(self) -> int:
@@ -110,7 +124,13 @@ def has_own_states(optimizer: MegatronOptimizerConfig) -> bool:
 
 
 def estimate(
-    policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
+    policy: PolicyConfig,
+    facts: ModelFacts,
+    layout: Layout,
+    plan: BatchPlan,
+    *,
+    reference: bool,
+    device: str = "cuda",
 ) -> list[RankMemory]:
     """Return the memory of a rank of each pipeline stage.
 
@@ -124,7 +144,10 @@ def estimate(
     """
     layers = stage_layer_counts(policy["megatron_cfg"], facts.num_layers)
     kept = operations("megatron", device, BYTES[policy["precision"]])
-    return [_stage_memory(stage, layers, policy, facts, layout, plan, reference, kept) for stage in range(layout.pipeline)]
+    return [
+        _stage_memory(stage, layers, policy, facts, layout, plan, reference, kept)
+        for stage in range(layout.pipeline)
+    ]
 
 
 def _stage_memory(
@@ -148,7 +171,9 @@ def _stage_memory(
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
         first = sum(layers[:stage])
-        trained_parameters = shared = adapter_parameters(adapters, facts, range(first, first + layers[stage]), layout.tensor)
+        trained_parameters = shared = adapter_parameters(
+            adapters, facts, range(first, first + layers[stage]), layout.tensor
+        )
         parameters, experts, reference = parameters + trained_parameters, 0, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
@@ -159,12 +184,16 @@ def _stage_memory(
     share = megatron["optimizer"]["optimizer_offload_fraction"]
     # there are copies of float32 weights too
     in_host = share * state * (each + 4 * (element == 4)) / each if share else 0
-    tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    tokens, scored = (
+        -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
+    )
     sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
     trained = _Layers(kinds, tokens, *sizes)
     logits, last = _Logits(), stage == layout.pipeline - 1
     if last:
-        logits = logit_bytes(policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element)
+        logits = logit_bytes(
+            policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element
+        )
     activations, recomputed = _activations(trained, _recomputed(megatron))
     return RankMemory(
         stage=stage,
@@ -222,13 +251,17 @@ class _Layers:
 
     def whole(self, recomputed: Collection[str] = ()) -> int:
         """Return the bytes of all layers."""
-        return sum(count * kept for count, kept in zip(self.kinds.values(), self.each(recomputed), strict=True))
+        return sum(
+            count * kept for count, kept in zip(self.kinds.values(), self.each(recomputed), strict=True)
+        )
 
     @property
     def inputs(self) -> int:
         """Bytes of the inputs of all layers, which is all that stays where whole layers are recomputed."""
         divided = self.tensor if self.sequence_parallel else 1
-        return sum(self.kinds.values()) * (self.tokens * self.facts.hidden_size * self.kept.element // divided)
+        return sum(self.kinds.values()) * (
+            self.tokens * self.facts.hidden_size * self.kept.element // divided
+        )
 
     @property
     def head(self) -> int:
@@ -266,7 +299,9 @@ class _Logits:
     scoring: int = 0
 
 
-def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> _Logits:
+def logit_bytes(
+    policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int
+) -> _Logits:
     """Return what the output layer takes for logits of ``element`` bytes.
 
     The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy
@@ -276,15 +311,26 @@ def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: B
     """
     if facts.head is not None:
         return _Logits()
-    columns, own = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor, BYTES[policy["precision"]]
-    training, scoring = (-(-tokens // layout.context) for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    columns, own = (
+        padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor,
+        BYTES[policy["precision"]],
+    )
+    training, scoring = (
+        -(-tokens // layout.context)
+        for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
+    )
     # beside adapters the layer is not trained
-    chunk, weight = policy["logprob_chunk_size"], columns * facts.hidden_size if adapters_of(policy) is None else 0
+    chunk, weight = (
+        policy["logprob_chunk_size"],
+        columns * facts.hidden_size if adapters_of(policy) is None else 0,
+    )
     gradient = own * weight
     if chunk is not None:
         training, scoring = min(training, chunk), min(scoring, chunk)
         gradient = (4 if own == 4 else 4 + own) * weight
-    return _Logits(training * columns * (element + own * (element > own)) + gradient, scoring * columns * element)
+    return _Logits(
+        training * columns * (element + own * (element > own)) + gradient, scoring * columns * element
+    )
 
 
 def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
@@ -298,7 +344,9 @@ def _scoring(layers: _Layers, logits: _Logits) -> int:
     return max(*layers.each(), logits.scoring)
 
 
-def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
+def generation_cache_bytes(
+    kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int
+) -> int:
     """Keys and values of the sequences that are generated at a time, and states of gated delta nets in
     float32; none where an engine has
     them."""
@@ -306,7 +354,11 @@ def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig,
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     # of latent attention keys and values of all heads, not what they are projected up from
-    width = 2 * facts.head_dim if facts.latent_attention is None else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
+    width = (
+        2 * facts.head_dim
+        if facts.latent_attention is None
+        else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
+    )
     layers = sum(count for kind, count in kinds.items() if kind.mixer != "gated_delta")
     cached = int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
     net = facts.gated_delta
@@ -321,7 +373,9 @@ GATHERED_LAYERS = 2
 gathered."""
 
 
-def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
+def estimate_sharded(
+    policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool
+) -> RankMemory:
     """Return the memory of a rank.
 
     Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in,
@@ -335,26 +389,44 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
         plan: the batches.
         reference: whether there is a reference policy.
     """
-    element, shards, backend = BYTES[policy["precision"]], layout.data * layout.context, enabled_backend(policy)
-    whole, layer = stage_parameters(facts, layout.tensor, 0, [facts.num_layers]), layer_parameters(facts, 0, layout.tensor)
+    element, shards, backend = (
+        BYTES[policy["precision"]],
+        layout.data * layout.context,
+        enabled_backend(policy),
+    )
+    whole, layer = (
+        stage_parameters(facts, layout.tensor, 0, [facts.num_layers]),
+        layer_parameters(facts, 0, layout.tensor),
+    )
     parameters = -(-whole // shards)
     gathered = (GATHERED_LAYERS * layer + whole - facts.num_layers * layer) * element
     kept, trained_parameters, adapters = 4, parameters, adapters_of(policy)
     if adapters is not None:
         # weights that are not trained are kept in the type they compute in
-        trained_parameters = -(-adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor) // shards)
+        trained_parameters = -(
+            -adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor) // shards
+        )
         kept, reference = element, False
     offloads = _offloads(policy)
     held = 0 if offloads else kept * parameters + (4 * trained_parameters if adapters is not None else 0)
     device_share = 0 if offloads else 4 * trained_parameters
     dtensor = backend == "dtensor"
     divided = dtensor and policy["dtensor_cfg"]["sequence_parallel"]
-    recomputes = policy["dtensor_cfg"]["activation_checkpointing"] if dtensor else policy["activation_checkpointing_enabled"]
-    tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    recomputes = (
+        policy["dtensor_cfg"]["activation_checkpointing"]
+        if dtensor
+        else policy["activation_checkpointing_enabled"]
+    )
+    tokens, scored = (
+        -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
+    )
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
-    logits, (activations, recomputed) = logit_bytes(policy, facts, layout, plan, element), _activations(trained, None if recomputes else ())
+    logits, (activations, recomputed) = (
+        logit_bytes(policy, facts, layout, plan, element),
+        _activations(trained, None if recomputes else ()),
+    )
     return RankMemory(
         stage=0,
         layers=facts.num_layers,

@@ -109,7 +109,10 @@ def device_ledger(
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),
-        *(Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots) for name, other in beside.items()),
+        *(
+            Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots)
+            for name, other in beside.items()
+        ),
     ]
 
 
@@ -132,12 +135,16 @@ def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
     moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
-    in_float32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] or element == 4
+    in_float32 = (
+        policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] or element == 4
+    )
     copies = (element < 4) + (not in_float32)
     return rank.optimizer * moments // max(moments + copies, 1)
 
 
-def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
+def host_memory(
+    config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()
+) -> int:
     """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it
     takes the place of; optimizer state that stays there; other optimizer state and weights while an engine on
     the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where ranks run
@@ -174,7 +181,11 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
     float32 copies of them; the torch backends write float32 weights.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
-    parameters = model_parameters(facts) if adapters is None else adapter_parameters(adapters, facts, range(facts.num_layers))
+    parameters = (
+        model_parameters(facts)
+        if adapters is None
+        else adapter_parameters(adapters, facts, range(facts.num_layers))
+    )
     if enabled_backend(policy) != "megatron":
         return parameters * (4 + 2 * 4)
     optimizer = policy["megatron_cfg"]["optimizer"]

@@ -49,12 +49,28 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
         file = path / "config.json"
         if not file.is_file():
             raise ConfigError(
-                [Violation(KEY, model_name, "the directory holds no config.json", "give a directory of a Hugging Face model")]
+                [
+                    Violation(
+                        KEY,
+                        model_name,
+                        "the directory holds no config.json",
+                        "give a directory of a Hugging Face model",
+                    )
+                ]
             )
         return _facts_of_file(file, model_name)
     if looks_like_path(model_name):
         kind = "is a file" if path.exists() else "does not exist"
-        raise ConfigError([Violation(KEY, model_name, f"this directory {kind}", "give a directory of a Hugging Face model, or its id")])
+        raise ConfigError(
+            [
+                Violation(
+                    KEY,
+                    model_name,
+                    f"this directory {kind}",
+                    "give a directory of a Hugging Face model, or its id",
+                )
+            ]
+        )
     cached = _cached_config(model_name)
     if cached is not None:
         return _facts_of_file(cached, model_name)
@@ -77,7 +93,11 @@ def published_config(model_name: str) -> dict[str, Any] | None:
     Raises:
         ConfigError: ``model_name`` is no Hugging Face id.
     """
-    if Path(model_name).expanduser().is_dir() or looks_like_path(model_name) or _cached_config(model_name) is not None:
+    if (
+        Path(model_name).expanduser().is_dir()
+        or looks_like_path(model_name)
+        or _cached_config(model_name) is not None
+    ):
         return None
     return KNOWN_MODELS.get(model_name)
 
@@ -105,7 +125,14 @@ def _cached_config(model_name: str) -> Path | None:
         cached = try_to_load_from_cache(model_name, "config.json")
     except HFValidationError:
         raise ConfigError(
-            [Violation(KEY, model_name, "this is no Hugging Face id", "write owner/name, or the path of a directory")]
+            [
+                Violation(
+                    KEY,
+                    model_name,
+                    "this is no Hugging Face id",
+                    "write owner/name, or the path of a directory",
+                )
+            ]
         ) from None
     return Path(cached) if isinstance(cached, str) else None
 
@@ -115,8 +142,14 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
         content = json.loads(file.read_text(encoding="utf-8"))
         return facts_of(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{file} lacks the key {error}" if isinstance(error, KeyError) else f"{file} cannot be used: {error}"
-        raise ConfigError([Violation(KEY, model_name, problem, "give a directory of a Hugging Face language model")]) from error
+        problem = (
+            f"{file} lacks the key {error}"
+            if isinstance(error, KeyError)
+            else f"{file} cannot be used: {error}"
+        )
+        raise ConfigError(
+            [Violation(KEY, model_name, problem, "give a directory of a Hugging Face language model")]
+        ) from error
 
 
 def facts_of(content: dict[str, Any]) -> ModelFacts:
@@ -133,11 +166,16 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
             raise ValueError(f"{key} = {text[key]}, at least 1 is needed")
     heads, num_layers = int(text["num_attention_heads"]), int(text["num_hidden_layers"])
     whole = FAMILIES.get(str(content.get("model_type")))
-    model_type = whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
+    model_type = (
+        whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
+    )
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
-    mixture, latent = family.read_mixture(config, num_layers, problems), family.read_latent_attention(config, problems)
+    mixture, latent = (
+        family.read_mixture(config, num_layers, problems),
+        family.read_latent_attention(config, problems),
+    )
     gated_delta = family.read_gated_delta(config, num_layers, problems)
     # what else there is to say is about Megatron-Core, which another backend need not care about
     sizes = [problem for problem in problems if problem.endswith(SIZE_NEEDED)]
@@ -152,14 +190,18 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=latent.qk_rope_head_dim if latent else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        head_dim=latent.qk_rope_head_dim
+        if latent
+        else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
         ffn_hidden_size=int(text[width]),
         vocab_size=int(text["vocab_size"]),
         tied_embeddings=bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         max_position=_max_position(text),
         **dataclasses.asdict(family.read_features(config)),
         sliding_window=next((window for window in windows if window is not None), None),
-        window_layers=tuple(window is not None for window in windows) if any(windows) and not all(windows) else None,
+        window_layers=tuple(window is not None for window in windows)
+        if any(windows) and not all(windows)
+        else None,
         mixture=mixture,
         latent_attention=latent,
         gated_delta=gated_delta,

@@ -62,7 +62,9 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 def renamed(violation: Violation, path: str) -> Violation:
     """Return a violation that was found while the section at ``path`` stood in the place of ``policy``."""
     key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
-    candidates = tuple({renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates)
+    candidates = tuple(
+        {renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates
+    )
     return Violation(path if key == POLICY else key, violation.value, bound, fix, candidates)
 
 

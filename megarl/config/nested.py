@@ -28,7 +28,10 @@ def put(config: MappingT, path: str, value: Any) -> MappingT:
     shared."""
     name, _, rest = path.partition(".")
     inner = config.get(name)
-    changed: Any = {**config, name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value)}
+    changed: Any = {
+        **config,
+        name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value),
+    }
     return changed
 
 

@@ -19,7 +19,15 @@ from megarl.config.tables import FOREIGN_KEYS
 from megarl.errors import Violation
 
 SECTIONS = {
-    "verl": ("actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "ray_kwargs", "ray_init", "reward_manager"),
+    "verl": (
+        "actor_rollout_ref",
+        "algorithm",
+        "trainer",
+        "custom_reward_function",
+        "ray_kwargs",
+        "ray_init",
+        "reward_manager",
+    ),
     "torchtitan": (
         *sorted({key.partition(".")[0] for key in FOREIGN_KEYS["torchtitan"]} - {"debug"}),
         "compile",
@@ -162,7 +170,10 @@ def override_faults(overrides: Sequence[str]) -> list[Violation]:
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
-    return [*found, *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT)]
+    return [
+        *found,
+        *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
+    ]
 
 
 def _value(text: str) -> object:
@@ -172,7 +183,9 @@ def _value(text: str) -> object:
         return text
 
 
-def option_faults(options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]) -> Iterator[Violation]:
+def option_faults(
+    options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]
+) -> Iterator[Violation]:
     """Yield the violations of options that a command does not have, and of keys of other trainers, with what
     to write instead.
 
@@ -184,7 +197,9 @@ def option_faults(options: Iterable[tuple[str, object]], config: Mapping[str, An
     known = known_paths(run_type(config.get(KEY)))
     for option, value in options:
         path = option.lstrip("-").replace("-", "_")
-        similar = next((each for each in own if each.strip("-").replace("-", "") == path.replace("_", "")), None)
+        similar = next(
+            (each for each in own if each.strip("-").replace("-", "") == path.replace("_", "")), None
+        )
         fault = None if path in known else foreign_fault(path, value, config)
         near = path if path in known else nearest(path, (*known, *_ENTRIES))
         if fault is not None:
@@ -194,10 +209,22 @@ def option_faults(options: Iterable[tuple[str, object]], config: Mapping[str, An
             yield Violation(option, value, "there is no such option", f"write {similar}")
         elif near in known:
             bound = "settings of a run are words of the form key=value, without dashes"
-            yield Violation(option, value, bound, f"{'write' if near == path else 'did you mean'} {near}={_as_word(value)}")
+            yield Violation(
+                option,
+                value,
+                bound,
+                f"{'write' if near == path else 'did you mean'} {near}={_as_word(value)}",
+            )
         elif near is not None:
             trainer, text = _ENTRIES[near]
-            yield Violation(option, value, f"there is no such option; {trainer} has {near}", _fix(text, value, config))
+            yield Violation(
+                option, value, f"there is no such option; {trainer} has {near}", _fix(text, value, config)
+            )
         else:
             word = path.rpartition(".")[2].rpartition("_")[2]
-            yield Violation(option, value, "there is no such option", f"megarl keys {word} looks for a key, which is set by key=value")
+            yield Violation(
+                option,
+                value,
+                "there is no such option",
+                f"megarl keys {word} looks for a key, which is set by key=value",
+            )

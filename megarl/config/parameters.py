@@ -47,14 +47,22 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
     in the place of the output layer. The vocabulary is padded to a multiple of ``tensor``.
     """
     first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
-    rules = [rule for rule in _model_rules(facts) if (first if rule.megatron_name.startswith("embedding.") else last)]
+    rules = [
+        rule
+        for rule in _model_rules(facts)
+        if (first if rule.megatron_name.startswith("embedding.") else last)
+    ]
     outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
-    return outside + sum(layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage]))
+    return outside + sum(
+        layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage])
+    )
 
 
 def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
     """Return parameters of one layer on one tensor-parallel rank, without routed experts."""
-    return sum(_on_a_rank(rule, tensor) for rule in _layer_rules(facts, layer) if not is_expert(rule.megatron_name))
+    return sum(
+        _on_a_rank(rule, tensor) for rule in _layer_rules(facts, layer) if not is_expert(rule.megatron_name)
+    )
 
 
 def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
@@ -68,7 +76,11 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
     if facts.mixture is None:
         return 0
     rules = _layer_rules(facts, facts.mixture.sparse_layers.index(True))
-    return facts.num_experts // expert * sum(_on_a_rank(rule, expert_tensor) for rule in rules if _is_of_first_expert(rule))
+    return (
+        facts.num_experts
+        // expert
+        * sum(_on_a_rank(rule, expert_tensor) for rule in rules if _is_of_first_expert(rule))
+    )
 
 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
@@ -82,7 +94,9 @@ def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
     """Return the rules of one layer, with its own number in the names of their Hugging Face tensors."""
     found = []
     for rule in _layer_rules(facts, layer):
-        parts = tuple(replace(part, name=_NUMBER.sub(f".layers.{layer}.", part.name, count=1)) for part in rule.parts)
+        parts = tuple(
+            replace(part, name=_NUMBER.sub(f".layers.{layer}.", part.name, count=1)) for part in rule.parts
+        )
         found.append(replace(rule, parts=parts))
     return found
 
@@ -138,4 +152,8 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 
 @lru_cache(maxsize=16)
 def _rules_of_kind(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    return tuple(rule for rule in _family(facts).layer_rules(facts, layer) if not rule.megatron_name.endswith(_NO_PARAMETER))
+    return tuple(
+        rule
+        for rule in _family(facts).layer_rules(facts, layer)
+        if not rule.megatron_name.endswith(_NO_PARAMETER)
+    )

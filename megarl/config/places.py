@@ -28,7 +28,12 @@ _BUSY_S = 0.001
 
 _FIX = "see df and dmesg, mount it anew (umount -l), or give another place"
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
-_PLACES = ("data.cache_dir", "checkpointing.checkpoint_dir", "checkpointing.signing_key_file", "logger.log_dir")
+_PLACES = (
+    "data.cache_dir",
+    "checkpointing.checkpoint_dir",
+    "checkpointing.signing_key_file",
+    "logger.log_dir",
+)
 
 
 def require_answers(places: Mapping[str, str], patience_s: float | None = None) -> None:
@@ -47,7 +52,9 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
     if silent:
         bound = f"it has not answered for {patience_s:g} s, as on a mount whose server is gone"
-        raise ConfigError([Violation(key, path, bound, _FIX) for key, path in places.items() if path in silent])
+        raise ConfigError(
+            [Violation(key, path, bound, _FIX) for key, path in places.items() if path in silent]
+        )
 
 
 def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = None) -> T:
@@ -74,7 +81,8 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
             busy, moved = used, now
         elif now - moved >= patience_s:
             raise DataError(
-                f"{place}: it, or what it leads to, has not answered for {patience_s:g} s, as on a mount whose server is gone. Fix: {_FIX}"
+                f"{place}: it, or what it leads to, has not answered for {patience_s:g} s, as on a mount "
+                f"whose server is gone. Fix: {_FIX}"
             )
     return reading.result()
 

@@ -57,7 +57,9 @@ def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
     sizes are not known."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
-    return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
+    return layout, [] if facts is None else _memory(
+        config, facts, layout, reference=has_reference_policy(config)
+    )
 
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
@@ -99,10 +101,14 @@ def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> lis
     engine = engine_memory_of(config, facts)
     if engine is None or not generation_of(config["policy"])["colocated"]["enabled"]:
         return []
-    fullest = {path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()}
+    fullest = {
+        path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()
+    }
     policy = config["policy"]
     groups = communicators(layout_of(View(config)), policy)
-    return device_ledger(policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=process_rest(groups))
+    return device_ledger(
+        policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=process_rest(groups)
+    )
 
 
 def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
@@ -120,7 +126,15 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
     # a section that is not enabled is not filled in
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
-    sizes = (layout.world_size, layout.tensor, layout.context, layout.data, layout.pipeline, layout.pipeline * layout.tensor, *experts)
+    sizes = (
+        layout.world_size,
+        layout.tensor,
+        layout.context,
+        layout.data,
+        layout.pipeline,
+        layout.pipeline * layout.tensor,
+        *experts,
+    )
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
 
 
@@ -175,7 +189,10 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
             key,
             gib,
             f"weights, gradients and optimizer state of a rank alone take {size_text(needed)}",
-            "train a smaller model, or divide it over more devices (cluster.memory_check=warn starts all the same)",
+            (
+                "train a smaller model, or divide it over more devices (cluster.memory_check=warn starts all "
+                "the same)"
+            ),
             tuple(itertools.islice(changes_that_fit(config), _MOST_CANDIDATES)),
         )
 
@@ -191,13 +208,26 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     moment, gib = fullest_moment(config), device_gib(config["cluster"])
     if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
         return None
-    changes = (change for change in changes_that_fit(config, whole=True) if is_valid(_changed(config, change)))
+    changes = (
+        change for change in changes_that_fit(config, whole=True) if is_valid(_changed(config, change))
+    )
     texts = list[str]()
     for change in itertools.islice(changes, _SHOWN):
         texts.append(" ".join(f"{key}={json.dumps(value)}" for key, value in change.items()))
-    fitting = f"it would with {', or '.join(texts)}" if texts else "train a smaller model, or divide it over more devices"
-    assumed = " (assumed: cluster.device_memory_gib says how much it has)" if config["cluster"]["device_memory_gib"] is None else ""
-    return f"a device of {gib:g} GiB{assumed} probably has no room: {moment.name} takes {size_text(moment.total)}; {fitting}"
+    fitting = (
+        f"it would with {', or '.join(texts)}"
+        if texts
+        else "train a smaller model, or divide it over more devices"
+    )
+    assumed = (
+        " (assumed: cluster.device_memory_gib says how much it has)"
+        if config["cluster"]["device_memory_gib"] is None
+        else ""
+    )
+    return (
+        f"a device of {gib:g} GiB{assumed} probably has no room: {moment.name} takes "
+        f"{size_text(moment.total)}; {fitting}"
+    )
 
 
 _MOST_CANDIDATES, _SHOWN = 12, 3
@@ -213,7 +243,10 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
         whole: leave those out with which only weights, gradients and optimizer state have room.
     """
     steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
-    pairs = ([{**one, **other} for one, other in itertools.product(*both)] for both in itertools.combinations(steps, 2))
+    pairs = (
+        [{**one, **other} for one, other in itertools.product(*both)]
+        for both in itertools.combinations(steps, 2)
+    )
     fitting: list[Mapping[str, object]] = []
     state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
@@ -222,7 +255,9 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
             fitting.append(first)
             yield first
         elif first is None and not whole:
-            state_only += [change for change in kind if len(change) == 1 and _fits(_changed(config, change), whole=False)][:1]
+            state_only += [
+                change for change in kind if len(change) == 1 and _fits(_changed(config, change), whole=False)
+            ][:1]
     yield from state_only
 
 
@@ -245,7 +280,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     """Return by key the values that take less memory, the nearest first, and keys that cost speed before
     those that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
-    by_tokens = next((key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None)
+    by_tokens = next(
+        (key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None
+    )
     longest = policy["max_total_sequence_length"]
     found: dict[str, Sequence[object]] = {}
     if by_tokens is not None:
@@ -256,7 +293,11 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     if policy["logprob_chunk_size"] is None:
         found["policy.logprob_chunk_size"] = [1024]
     section = {"megatron": "policy.megatron_cfg", "dtensor": "policy.dtensor_cfg"}.get(backend)
-    recompute = "policy.activation_checkpointing_enabled" if section is None else f"{section}.activation_checkpointing"
+    recompute = (
+        "policy.activation_checkpointing_enabled"
+        if section is None
+        else f"{section}.activation_checkpointing"
+    )
     if not at(config, recompute):
         found[recompute] = [True]
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
@@ -264,10 +305,17 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]
     optimizer = f"{section}.optimizer"
     if backend == "megatron" and at(config, f"{optimizer}.use_distributed_optimizer"):
-        found |= {f"{optimizer}.{key}": ["bfloat16", "8bit"] for key in MOMENT_KEYS if at(config, f"{optimizer}.{key}") == "float32"}
+        found |= {
+            f"{optimizer}.{key}": ["bfloat16", "8bit"]
+            for key in MOMENT_KEYS
+            if at(config, f"{optimizer}.{key}") == "float32"
+        }
         host = f"{optimizer}.optimizer_offload_fraction"
         found[host] = [part for part in (0.5, 1.0) if part > at(config, host)]
-    tensor = {"megatron": f"{section}.tensor_model_parallel_size", "dtensor": f"{section}.tensor_parallel_size"}.get(backend)
+    tensor = {
+        "megatron": f"{section}.tensor_model_parallel_size",
+        "dtensor": f"{section}.tensor_parallel_size",
+    }.get(backend)
     if tensor:
         found[tensor] = _doubles(at(config, tensor), cluster["gpus_per_node"])
     if backend == "megatron":

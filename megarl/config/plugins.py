@@ -163,7 +163,9 @@ class EngineKind:
 
     title: str
     start: Callable[[Any, RunConfig], Any]
-    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: dict(generation)
+    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: (
+        dict(generation)
+    )
     section: Any = None
     rules: tuple[Callable[[Any], Iterator[Violation]], ...] = ()
     memory: Callable[[RunConfig, ModelFacts], EngineMemory] | None = None

@@ -19,12 +19,16 @@ MomentDtype: TypeAlias = Literal["float32", "bfloat16", "8bit"]
 _FirstMoment: TypeAlias = Annotated[
     MomentDtype,
     Key(
-        "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` "
-        "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
+        "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is "
+        "rounded at random; ``8bit`` "
+        "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any "
+        "other.",
         default="float32",
     ),
 ]
-_SecondMoment: TypeAlias = Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]
+_SecondMoment: TypeAlias = Annotated[
+    MomentDtype, Key("the same for the mean square of the gradient.", default="float32")
+]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
 """Keys of an optimizer that say how its states are stored; the torch backends have the first ones alone."""
@@ -37,21 +41,36 @@ class DTensorConfig(TypedDict):
     cpu_offload: NotRequired[
         Annotated[
             bool,
-            Key("keep parameters, gradients and optimizer state in host memory between uses; the CPU steps them there.", default=False),
+            Key(
+                "keep parameters, gradients and optimizer state in host memory between uses; the CPU steps "
+                "them there.",
+                default=False,
+            ),
         ]
     ]
     sequence_parallel: NotRequired[
-        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+        Annotated[
+            bool,
+            Key("shard the activations between tensor-parallel regions over the sequence.", default=False),
+        ]
     ]
-    activation_checkpointing: NotRequired[Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]]
-    tensor_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
-    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    activation_checkpointing: NotRequired[
+        Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]
+    ]
+    tensor_parallel_size: NotRequired[
+        Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]
+    ]
+    context_parallel_size: NotRequired[
+        Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]
+    ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
-                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, "
+                "has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long "
+                "sequences. null is "
                 "all_gather.",
                 default=None,
             ),
@@ -61,14 +80,18 @@ class DTensorConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "import path of a plan or of a function that returns one; null takes the built-in plan of the model. It is applied as "
-                "it is: a whole parameter whose module works on a part of an activation, such as a norm of heads, needs "
+                "import path of a plan or of a function that returns one; null takes the built-in plan of "
+                "the model. It is applied as "
+                "it is: a whole parameter whose module works on a part of an activation, such as a norm of "
+                "heads, needs "
                 "``replicated_with_grad_allreduce`` or ``sequence_parallel``, or its gradient is wrong.",
                 default=None,
             ),
         ]
     ]
-    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
+    env_vars: NotRequired[
+        Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]
+    ]
 
 
 class SequencePackingConfig(TypedDict):
@@ -76,12 +99,25 @@ class SequencePackingConfig(TypedDict):
 
     enabled: Annotated[bool, Key("pack sequences.")]
     train_mb_tokens: NotRequired[
-        Annotated[int, Key("tokens a micro-batch in training; auto: as many as the memory plan has room for.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "tokens a micro-batch in training; auto: as many as the memory plan has room for.", AT_LEAST_1
+            ),
+        ]
     ]
-    logprob_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[
+        Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]
+    ]
     algorithm: NotRequired[
         Annotated[
-            Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"],
+            Literal[
+                "concatenative",
+                "first_fit_decreasing",
+                "first_fit_shuffle",
+                "modified_first_fit_decreasing",
+                "best_fit_decreasing",
+            ],
             Key("packing algorithm (default best_fit_decreasing)."),
         ]
     ]
@@ -92,10 +128,17 @@ class DynamicBatchingConfig(TypedDict):
 
     enabled: Annotated[bool, Key("form micro-batches by length.")]
     train_mb_tokens: NotRequired[
-        Annotated[int, Key("tokens a micro-batch in training, padding included; or auto, as in packing.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key("tokens a micro-batch in training, padding included; or auto, as in packing.", AT_LEAST_1),
+        ]
     ]
-    logprob_mb_tokens: NotRequired[Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]]
-    sequence_length_round: NotRequired[Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[
+        Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]
+    ]
+    sequence_length_round: NotRequired[
+        Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]
+    ]
 
 
 class MegatronOptimizerConfig(TypedDict):
@@ -103,26 +146,45 @@ class MegatronOptimizerConfig(TypedDict):
 
     lr: Annotated[float, Key("largest learning rate.", ABOVE_0)]
     optimizer: NotRequired[Annotated[Literal["adam", "sgd"], Key("kind of optimizer.", default="adam")]]
-    min_lr: NotRequired[Annotated[float, Key("learning rate at the end of the decay.", AT_LEAST_0, default=0.0)]]
+    min_lr: NotRequired[
+        Annotated[float, Key("learning rate at the end of the decay.", AT_LEAST_0, default=0.0)]
+    ]
     weight_decay: NotRequired[
-        Annotated[float, Key("decoupled weight decay; ``scheduler`` may change it over time.", AT_LEAST_0, default=0.01)]
+        Annotated[
+            float,
+            Key("decoupled weight decay; ``scheduler`` may change it over time.", AT_LEAST_0, default=0.01),
+        ]
     ]
     bf16: NotRequired[
-        Annotated[bool, Key("the model's weights are bfloat16, the optimizer keeps float32 copies; must follow ``policy.precision``.")]
+        Annotated[
+            bool,
+            Key(
+                "the model's weights are bfloat16, the optimizer keeps float32 copies; must follow "
+                "``policy.precision``."
+            ),
+        ]
     ]
     fp16: NotRequired[Annotated[bool, Key("the same for float16, with loss scaling.")]]
-    params_dtype: NotRequired[Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]]
+    params_dtype: NotRequired[
+        Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]
+    ]
     adam_beta1: NotRequired[Annotated[float, Key("decay of the mean of the gradient.", DECAY, default=0.9)]]
     adam_beta2: NotRequired[Annotated[float, Key("decay of the mean of its square.", DECAY, default=0.999)]]
-    adam_eps: NotRequired[Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]]
+    adam_eps: NotRequired[
+        Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]
+    ]
     sgd_momentum: NotRequired[Annotated[float, Key("momentum of SGD.", DECAY, default=0.9)]]
-    use_distributed_optimizer: NotRequired[Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]]
+    use_distributed_optimizer: NotRequired[
+        Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]
+    ]
     master_dtype: NotRequired[
         Annotated[
             Literal["float32", "bfloat16"],
             Key(
-                "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, ``bfloat16`` steps the bfloat16 "
-                "weights themselves, rounded up or down at random so that small steps are not lost on average.",
+                "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, "
+                "``bfloat16`` steps the bfloat16 "
+                "weights themselves, rounded up or down at random so that small steps are not lost on "
+                "average.",
                 default="float32",
             ),
         ]
@@ -133,7 +195,8 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "Transformer Engine's optimizer with state below float32. Refused: ``master_dtype``, ``exp_avg_dtype`` and "
+                "Transformer Engine's optimizer with state below float32. Refused: ``master_dtype``, "
+                "``exp_avg_dtype`` and "
                 "``exp_avg_sq_dtype`` have it on every device.",
                 default=False,
             ),
@@ -143,8 +206,10 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "Megatron-Core's own optimizer in host memory. Refused: it wants Transformer Engine, and takes a step with random "
-                "gradients before it reads a checkpoint, which changes the weights. ``optimizer_offload_fraction`` takes its place.",
+                "Megatron-Core's own optimizer in host memory. Refused: it wants Transformer Engine, and "
+                "takes a step with random "
+                "gradients before it reads a checkpoint, which changes the weights. "
+                "``optimizer_offload_fraction`` takes its place.",
                 default=False,
             ),
         ]
@@ -153,16 +218,23 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "share of the optimizer's states, float32 copies of the weights among them, that stays in page-locked host memory and is "
-                "stepped there by the CPU, to the same bits; it steps states below float32 many times slower. Gradients and weights stay "
-                "on the device. (``offload_optimizer_for_logprob`` moves states away between steps; the torch backends keep all of them "
+                "share of the optimizer's states, float32 copies of the weights among them, that stays in "
+                "page-locked host memory and is "
+                "stepped there by the CPU, to the same bits; it steps states below float32 many times "
+                "slower. Gradients and weights stay "
+                "on the device. (``offload_optimizer_for_logprob`` moves states away between steps; the "
+                "torch backends keep all of them "
                 "in host memory with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
                 SHARE,
                 default=0.0,
             ),
         ]
     ]
-    clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
+    clip_grad: NotRequired[
+        Annotated[
+            float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)
+        ]
+    ]
 
 
 class MegatronSchedulerConfig(TypedDict):
@@ -171,7 +243,10 @@ class MegatronSchedulerConfig(TypedDict):
     start_weight_decay: NotRequired[Annotated[float, Key("weight decay at the start.", AT_LEAST_0)]]
     end_weight_decay: NotRequired[Annotated[float, Key("weight decay at the end.", AT_LEAST_0)]]
     weight_decay_incr_style: NotRequired[
-        Annotated[Literal["constant", "linear", "cosine"], Key("how it goes from one to the other.", default="constant")]
+        Annotated[
+            Literal["constant", "linear", "cosine"],
+            Key("how it goes from one to the other.", default="constant"),
+        ]
     ]
     lr_decay_style: NotRequired[
         Annotated[
@@ -182,36 +257,59 @@ class MegatronSchedulerConfig(TypedDict):
     lr_decay_iters: NotRequired[
         Annotated[
             int | None,
-            Key("calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.", AT_LEAST_1, default=None),
+            Key(
+                "calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
     lr_warmup_iters: NotRequired[Annotated[int, Key("calls of linear warm-up.", AT_LEAST_0, default=0)]]
-    lr_warmup_init: NotRequired[Annotated[float, Key("learning rate at the start of the warm-up.", AT_LEAST_0, default=0.0)]]
+    lr_warmup_init: NotRequired[
+        Annotated[float, Key("learning rate at the start of the warm-up.", AT_LEAST_0, default=0.0)]
+    ]
 
 
 class MegatronDDPConfig(TypedDict):
     """Megatron-Core's data parallelism."""
 
-    grad_reduce_in_fp32: NotRequired[Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]]
+    grad_reduce_in_fp32: NotRequired[
+        Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]
+    ]
     overlap_grad_reduce: NotRequired[
         Annotated[
             bool | None,
             Key(
-                "reduce gradients while the backward pass runs; null where several data- or context-parallel ranks have them.", default=None
+                "reduce gradients while the backward pass runs; null where several data- or "
+                "context-parallel ranks have them.",
+                default=None,
             ),
         ]
     ]
     overlap_param_gather: NotRequired[
-        Annotated[bool, Key("gather parameters while the forward pass runs; needs the distributed optimizer.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "gather parameters while the forward pass runs; needs the distributed optimizer.",
+                default=False,
+            ),
+        ]
     ]
     average_in_collective: NotRequired[
-        Annotated[bool, Key("must be false: losses are normalised globally, so that gradients have to be summed.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "must be false: losses are normalised globally, so that gradients have to be summed.",
+                default=False,
+            ),
+        ]
     ]
     bucket_size: NotRequired[
         Annotated[
             int | None,
             Key(
-                "number of parameters in one collective, where communication overlaps computation; null for Megatron's choice.",
+                "number of parameters in one collective, where communication overlaps computation; null for "
+                "Megatron's choice.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -233,17 +331,28 @@ class MegatronConfig(TypedDict):
     empty_unused_memory_level: NotRequired[
         Annotated[
             Literal[0, 1, 2],
-            Key("give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.", default=0),
+            Key(
+                "give cached device memory back: 0 never, 1 after forward and backward, 2 also after the "
+                "optimizer step.",
+                default=0,
+            ),
         ]
     ]
     activation_checkpointing: NotRequired[
-        Annotated[bool, Key("recompute layers, or parts of them, in the backward pass instead of keeping what is inside.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "recompute layers, or parts of them, in the backward pass instead of keeping what is inside.",
+                default=False,
+            ),
+        ]
     ]
     recompute_granularity: NotRequired[
         Annotated[
             Literal["full", "selective"],
             Key(
-                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the parts of it that "
+                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the "
+                "parts of it that "
                 "``recompute_modules`` names.",
                 default="full",
             ),
@@ -253,20 +362,28 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[Literal["core_attn", "mlp", "moe"]],
             Key(
-                "parts of a layer: ``core_attn`` attention between its projections, ``mlp`` a dense layer's MLP, ``moe`` router and "
+                "parts of a layer: ``core_attn`` attention between its projections, ``mlp`` a dense layer's "
+                "MLP, ``moe`` router and "
                 "experts of the others.",
                 default=["core_attn"],
             ),
         ]
     ]
     converter_type: NotRequired[
-        Annotated[str, Key("accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.")]
+        Annotated[
+            str,
+            Key(
+                "accepted for old configurations, where it names the model's own family "
+                "(``Qwen2ForCausalLM``), which decides."
+            ),
+        ]
     ]
     family_file: NotRequired[
         Annotated[
             str | None,
             Key(
-                "Python file that defines the model's family (``megarl convert --family-file``), on every machine; it is run. Null for the "
+                "Python file that defines the model's family (``megarl convert --family-file``), on every "
+                "machine; it is run. Null for the "
                 "built-in families.",
                 default=None,
             ),
@@ -276,7 +393,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "keys of the model's ``config.json`` that it does not depend on and that would be refused otherwise "
+                "keys of the model's ``config.json`` that it does not depend on and that would be refused "
+                "otherwise "
                 "(``megarl convert --ignore-config-key``).",
                 default=[],
             ),
@@ -286,14 +404,20 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["gpt", "hybrid"] | None,
             Key(
-                "Megatron-Core's class of the model: ``gpt`` its GPTModel, ``hybrid`` the HybridModel that takes its place, from release "
-                "0.19.2 on; null for GPTModel, and HybridModel where there is none. Checkpoints are the same.",
+                "Megatron-Core's class of the model: ``gpt`` its GPTModel, ``hybrid`` the HybridModel that "
+                "takes its place, from release "
+                "0.19.2 on; null for GPTModel, and HybridModel where there is none. Checkpoints are the "
+                "same.",
                 default=None,
             ),
         ]
     ]
-    tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
-    pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
+    tensor_model_parallel_size: NotRequired[
+        Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]
+    ]
+    pipeline_model_parallel_size: NotRequired[
+        Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]
+    ]
     virtual_pipeline_model_parallel_size: NotRequired[
         Annotated[int | None, Key("model chunks a stage; null for one.", AT_LEAST_1, default=None)]
     ]
@@ -301,38 +425,60 @@ class MegatronConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                'which layers each model chunk holds, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); null for what '
+                'which layers each model chunk holds, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); '
+                "null for what "
                 "the other keys say.",
                 default=None,
             ),
         ]
     ]
-    num_layers_in_first_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
-    num_layers_in_last_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
-    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    num_layers_in_first_pipeline_stage: NotRequired[
+        Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]
+    ]
+    num_layers_in_last_pipeline_stage: NotRequired[
+        Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]
+    ]
+    context_parallel_size: NotRequired[
+        Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]
+    ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
-                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, "
+                "has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long "
+                "sequences. null is "
                 "all_gather, and with Transformer Engine its own choice, p2p.",
                 default=None,
             ),
         ]
     ]
-    pipeline_dtype: NotRequired[Annotated[Precision, Key("type of the activations sent between stages; must be ``policy.precision``.")]]
-    sequence_parallel: NotRequired[
-        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+    pipeline_dtype: NotRequired[
+        Annotated[
+            Precision, Key("type of the activations sent between stages; must be ``policy.precision``.")
+        ]
     ]
-    expert_tensor_parallel_size: NotRequired[Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]]
-    expert_model_parallel_size: NotRequired[Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]]
+    sequence_parallel: NotRequired[
+        Annotated[
+            bool,
+            Key("shard the activations between tensor-parallel regions over the sequence.", default=False),
+        ]
+    ]
+    expert_tensor_parallel_size: NotRequired[
+        Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]
+    ]
+    expert_model_parallel_size: NotRequired[
+        Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]
+    ]
     moe_token_dispatcher_type: NotRequired[
         Annotated[
             Literal["allgather", "alltoall", "flex"],
             Key(
-                "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts, "
-                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank, by the kernels of DeepEP (GPUs, "
+                "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their "
+                "experts, "
+                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank, by the "
+                "kernels of DeepEP (GPUs, "
                 "bfloat16; not run on one).",
                 default="alltoall",
             ),
@@ -341,14 +487,19 @@ class MegatronConfig(TypedDict):
     moe_permute_fusion: NotRequired[
         Annotated[
             bool,
-            Key("sort tokens by their experts in kernels of Transformer Engine, which needs GPUs (not run on one).", default=False),
+            Key(
+                "sort tokens by their experts in kernels of Transformer Engine, which needs GPUs (not run "
+                "on one).",
+                default=False,
+            ),
         ]
     ]
     moe_grouped_gemm: NotRequired[
         Annotated[
             bool | None,
             Key(
-                "run the experts of a rank in one grouped matrix product, not one after another; null where a CUDA device computes. "
+                "run the experts of a rank in one grouped matrix product, not one after another; null where "
+                "a CUDA device computes. "
                 "Checkpoints are the same.",
                 default=None,
             ),
@@ -356,13 +507,17 @@ class MegatronConfig(TypedDict):
     ]
     freeze_moe_router: NotRequired[Annotated[bool, Key("do not train the routers.", default=False)]]
     moe_router_dtype: NotRequired[
-        Annotated[Literal["fp32", "fp64"] | None, Key("type the routers compute in; null for the model's.", default=None)]
+        Annotated[
+            Literal["fp32", "fp64"] | None,
+            Key("type the routers compute in; null for the model's.", default=None),
+        ]
     ]
     moe_router_load_balancing_type: NotRequired[
         Annotated[
             Literal["none", "aux_loss", "seq_aux_loss"],
             Key(
-                "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of each "
+                "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward "
+                "pass of each "
                 "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.",
                 default="none",
             ),
@@ -371,27 +526,42 @@ class MegatronConfig(TypedDict):
     moe_aux_loss_coeff: NotRequired[
         Annotated[
             float | None,
-            Key("its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.", AT_LEAST_0, default=None),
+            Key(
+                "its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.",
+                AT_LEAST_0,
+                default=None,
+            ),
         ]
     ]
     moe_z_loss_coeff: NotRequired[
         Annotated[
             float | None,
-            Key("weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for none.", AT_LEAST_0, default=None),
+            Key(
+                "weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for "
+                "none.",
+                AT_LEAST_0,
+                default=None,
+            ),
         ]
     ]
     moe_router_bias_update_rate: NotRequired[
         Annotated[
             float,
-            Key("step of the routers' bias update; 0 for the families here, whose routers have no such bias.", AT_LEAST_0, default=0.0),
+            Key(
+                "step of the routers' bias update; 0 for the families here, whose routers have no such bias.",
+                AT_LEAST_0,
+                default=0.0,
+            ),
         ]
     ]
     transformer_engine: NotRequired[
         Annotated[
             Literal["auto"] | bool,
             Key(
-                "layers of Transformer Engine: auto takes them where the ranks run on GPUs and it works on all of them, but for dense "
-                "models in bfloat16, which were measured to train faster without; true refuses to start where it does not work, with its "
+                "layers of Transformer Engine: auto takes them where the ranks run on GPUs and it works on "
+                "all of them, but for dense "
+                "models in bfloat16, which were measured to train faster without; true refuses to start "
+                "where it does not work, with its "
                 "error; false takes the portable layers.",
                 default="auto",
             ),
@@ -401,16 +571,25 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the logits of 16-bit weights stay as their products were added up, in float32, and are not rounded to 16 bits; they take "
+                "the logits of 16-bit weights stay as their products were added up, in float32, and are not "
+                "rounded to 16 bits; they take "
                 "twice the memory.",
                 default=False,
             ),
         ]
     ]
     apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
-    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
-    optimizer: NotRequired[Annotated[MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")]]
-    scheduler: NotRequired[Annotated[MegatronSchedulerConfig, Key("learning rate and weight decay over time.")]]
+    env_vars: NotRequired[
+        Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]
+    ]
+    optimizer: NotRequired[
+        Annotated[
+            MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")
+        ]
+    ]
+    scheduler: NotRequired[
+        Annotated[MegatronSchedulerConfig, Key("learning rate and weight decay over time.")]
+    ]
     distributed_data_parallel_config: NotRequired[Annotated[MegatronDDPConfig, Key("data parallelism.")]]
 
 
@@ -419,11 +598,21 @@ class RewardModelConfig(TypedDict):
     of transformers' ``...ForSequenceClassification``. A language model gets a new one, sampled from the
     seed."""
 
-    enabled: Annotated[bool, Key("the model scores; it has no log-probabilities, generates nothing, and is trained with losses of values.")]
+    enabled: Annotated[
+        bool,
+        Key(
+            "the model scores; it has no log-probabilities, generates nothing, and is trained with losses "
+            "of values."
+        ),
+    ]
     reward_model_type: NotRequired[
         Annotated[
             Literal["bradley_terry"],
-            Key("``bradley_terry``: one score, without a bias, whose differences are log-odds of preferences.", default="bradley_terry"),
+            Key(
+                "``bradley_terry``: one score, without a bias, whose differences are log-odds of "
+                "preferences.",
+                default="bradley_terry",
+            ),
         ]
     ]
 
@@ -436,48 +625,68 @@ class PeftConfig(TypedDict):
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
     section."""
 
-    enabled: Annotated[bool, Key("train adapters; the model's own weights stay unchanged and are the reference policy.")]
+    enabled: Annotated[
+        bool, Key("train adapters; the model's own weights stay unchanged and are the reference policy.")
+    ]
     target_modules: NotRequired[
         Annotated[
             list[str],
             Key(
-                "linear layers that have an adapter: names, or ends of names, of Hugging Face modules (``q_proj``), names with ``*``, or "
-                "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An empty list is all linear layers of "
+                "linear layers that have an adapter: names, or ends of names, of Hugging Face modules "
+                "(``q_proj``), names with ``*``, or "
+                "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An "
+                "empty list is all linear layers of "
                 "attention and dense MLPs. Experts, embedding and output layer have none yet.",
                 default=[],
             ),
         ]
     ]
-    exclude_modules: NotRequired[Annotated[list[str], Key("those of them that have none, in the same forms.", default=[])]]
+    exclude_modules: NotRequired[
+        Annotated[list[str], Key("those of them that have none, in the same forms.", default=[])]
+    ]
     dim: NotRequired[Annotated[int, Key("rank of every adapter.", AT_LEAST_1, default=8)]]
-    alpha: NotRequired[Annotated[float, Key("the adapter's product is multiplied by alpha / dim.", ABOVE_0, default=32.0)]]
-    use_rslora: NotRequired[Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]]
+    alpha: NotRequired[
+        Annotated[float, Key("the adapter's product is multiplied by alpha / dim.", ABOVE_0, default=32.0)]
+    ]
+    use_rslora: NotRequired[
+        Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]
+    ]
     dropout: NotRequired[Annotated[float, Key("dropout probability in training.", DECAY, default=0.0)]]
     dropout_position: NotRequired[
         Annotated[
             Literal["pre", "post"],
-            Key("drop values of the adapter's input (``pre``, as PEFT does) or of its output (``post``).", default="pre"),
+            Key(
+                "drop values of the adapter's input (``pre``, as PEFT does) or of its output (``post``).",
+                default="pre",
+            ),
         ]
     ]
     lora_A_init_method: NotRequired[
         Annotated[
             Literal["kaiming", "xavier", "normal"],
             Key(
-                "how A begins: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; ``xavier`` normal with variance 2 / (inputs + "
+                "how A begins: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; ``xavier`` "
+                "normal with variance 2 / (inputs + "
                 "dim); ``normal`` with deviation 1 / dim. The same for every layout and backend of one seed.",
                 default="kaiming",
             ),
         ]
     ]
-    lora_B_init_method: NotRequired[Annotated[Literal["zero"], Key("how B begins: a new adapter changes nothing.", default="zero")]]
+    lora_B_init_method: NotRequired[
+        Annotated[Literal["zero"], Key("how B begins: a new adapter changes nothing.", default="zero")]
+    ]
     lora_dtype: NotRequired[
-        Annotated[Precision | None, Key("dtype of the adapters' computation: null, or ``policy.precision``.", default=None)]
+        Annotated[
+            Precision | None,
+            Key("dtype of the adapters' computation: null, or ``policy.precision``.", default=None),
+        ]
     ]
     adapter_path: NotRequired[
         Annotated[
             str | None,
             Key(
-                "directory of a PEFT adapter that training goes on from, of the same modules, rank and scale; null starts new adapters.",
+                "directory of a PEFT adapter that training goes on from, of the same modules, rank and "
+                "scale; null starts new adapters.",
                 default=None,
             ),
         ]
@@ -489,16 +698,26 @@ class TokenizerConfig(TypedDict):
 
     name: Annotated[str, Key("Hugging Face id or local directory.")]
     chat_template: NotRequired[
-        Annotated[str | None, Key("a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' contents.")]
+        Annotated[
+            str | None,
+            Key(
+                "a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' "
+                "contents."
+            ),
+        ]
     ]
     chat_template_kwargs: NotRequired[
-        Annotated[dict[str, Any] | None, Key("values that the chat template reads, for example ``{enable_thinking: false}``.")]
+        Annotated[
+            dict[str, Any] | None,
+            Key("values that the chat template reads, for example ``{enable_thinking: false}``."),
+        ]
     ]
     template_date: NotRequired[
         Annotated[
             str | None,
             Key(
-                "day that a chat template reads from its clock, as `2026-11-27`; null or absent for the day of the run's first start, "
+                "day that a chat template reads from its clock, as `2026-11-27`; null or absent for the day "
+                "of the run's first start, "
                 "which its checkpoints keep."
             ),
         ]
@@ -512,7 +731,8 @@ class PytorchOptimizerConfig(TypedDict):
     kwargs: Annotated[
         dict[str, Any],
         Key(
-            "its keyword arguments. Without ``fused``, ``foreach``, ``capturable`` and ``differentiable``, Adam and AdamW take torch's "
+            "its keyword arguments. Without ``fused``, ``foreach``, ``capturable`` and ``differentiable``, "
+            "Adam and AdamW take torch's "
             "fused kernel, and a resumed run the kernel that its checkpoint was written with."
         ),
     ]
@@ -520,7 +740,8 @@ class PytorchOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as in torch; false "
+                "biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as "
+                "in torch; false "
                 "leaves them out, as Megatron does.",
                 default=True,
             ),
@@ -547,57 +768,98 @@ class PolicyConfig(TypedDict):
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
-    trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model (default false).", default=False)]]
-    train_global_batch_size: Annotated[int, Key("samples (DPO: pairs) per optimizer step, over all ranks.", AT_LEAST_1)]
-    train_micro_batch_size: Annotated[int, Key("samples (DPO: pairs) per forward pass on one data-parallel rank.", AT_LEAST_1)]
+    trust_remote_code: NotRequired[
+        Annotated[bool, Key("run Python code that comes with the model (default false).", default=False)]
+    ]
+    train_global_batch_size: Annotated[
+        int, Key("samples (DPO: pairs) per optimizer step, over all ranks.", AT_LEAST_1)
+    ]
+    train_micro_batch_size: Annotated[
+        int, Key("samples (DPO: pairs) per forward pass on one data-parallel rank.", AT_LEAST_1)
+    ]
     learning_rate: NotRequired[
         Annotated[
             float,
             Key(
-                "a value to which the optimizer of any backend may refer as ``${policy.learning_rate}``; it has no other effect. "
+                "a value to which the optimizer of any backend may refer as ``${policy.learning_rate}``; it "
+                "has no other effect. "
                 "If given, it must equal the optimizer's learning rate."
             ),
         ]
     ]
     logprob_batch_size: NotRequired[
-        Annotated[int, Key("samples per forward pass when log-probabilities are computed.", AT_LEAST_1, follows="train_micro_batch_size")]
+        Annotated[
+            int,
+            Key(
+                "samples per forward pass when log-probabilities are computed.",
+                AT_LEAST_1,
+                follows="train_micro_batch_size",
+            ),
+        ]
     ]
     logprob_chunk_size: NotRequired[
         Annotated[
             int | None,
             Key(
-                "positions of a rank whose logits are there at a time, in training and log-probabilities: the output layer and they "
-                "are computed together, and in the backward pass the logits once more; null keeps those of a whole micro-batch.",
+                "positions of a rank whose logits are there at a time, in training and log-probabilities: "
+                "the output layer and they "
+                "are computed together, and in the backward pass the logits once more; null keeps those of "
+                "a whole micro-batch.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
     generation: NotRequired[
-        Annotated[GenerationConfig | None, Key("generation; null or absent for a policy that never generates.", default=None)]
+        Annotated[
+            GenerationConfig | None,
+            Key("generation; null or absent for a policy that never generates.", default=None),
+        ]
     ]
-    generation_batch_size: NotRequired[Annotated[int, Key("samples that a rank generates at a time.", AT_LEAST_1)]]
+    generation_batch_size: NotRequired[
+        Annotated[int, Key("samples that a rank generates at a time.", AT_LEAST_1)]
+    ]
     precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
     reward_model_cfg: NotRequired[
-        Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
+        Annotated[
+            RewardModelConfig | None,
+            Key("a model that scores; null or absent for a language model.", default=None),
+        ]
     ]
-    peft: NotRequired[Annotated[PeftConfig | None, Key("low-rank adapters; null or absent trains all weights.", default=None)]]
+    peft: NotRequired[
+        Annotated[
+            PeftConfig | None, Key("low-rank adapters; null or absent trains all weights.", default=None)
+        ]
+    ]
     merged_adapter: NotRequired[
         Annotated[
             str | None,
             Key(
-                "directory of a LoRA adapter, of PEFT or of Megatron-Bridge, that is merged into the weights of ``model_name`` as they are "
+                "directory of a LoRA adapter, of PEFT or of Megatron-Bridge, that is merged into the "
+                "weights of ``model_name`` as they are "
                 "read; the model is then their sum (``megarl eval --adapter``). null for none.",
                 default=None,
             ),
         ]
     ]
-    dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
-    megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
-    dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]
-    sequence_packing: NotRequired[Annotated[SequencePackingConfig, Key("several sequences per row.", default={"enabled": False})]]
-    make_sequence_length_divisible_by: NotRequired[Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]]
-    max_total_sequence_length: Annotated[int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))]
+    dtensor_cfg: NotRequired[
+        Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]
+    ]
+    megatron_cfg: NotRequired[
+        Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]
+    ]
+    dynamic_batching: NotRequired[
+        Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]
+    ]
+    sequence_packing: NotRequired[
+        Annotated[SequencePackingConfig, Key("several sequences per row.", default={"enabled": False})]
+    ]
+    make_sequence_length_divisible_by: NotRequired[
+        Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]
+    ]
+    max_total_sequence_length: Annotated[
+        int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))
+    ]
     max_grad_norm: NotRequired[
         Annotated[
             float | None,
@@ -624,8 +886,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "on GPUs: the same run on the same kind and number of devices, layout and versions gives the same bits, as it does on CPUs "
-                "anyway. It takes slower kernels, and an operation that has no deterministic one ends the run with its name. What "
+                "on GPUs: the same run on the same kind and number of devices, layout and versions gives "
+                "the same bits, as it does on CPUs "
+                "anyway. It takes slower kernels, and an operation that has no deterministic one ends the "
+                "run with its name. What "
                 "vLLM generates is not covered. Not tried on a GPU yet.",
                 default=False,
             ),
@@ -646,8 +910,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "gradients and optimizer state leave a GPU for host memory while log-probabilities are computed and the policy itself "
-                "generates, 24 bytes a parameter there and back each step. They leave it anyway for an engine that shares it.",
+                "gradients and optimizer state leave a GPU for host memory while log-probabilities are "
+                "computed and the policy itself "
+                "generates, 24 bytes a parameter there and back each step. They leave it anyway for an "
+                "engine that shares it.",
                 default=False,
             ),
         ]
@@ -656,11 +922,16 @@ class PolicyConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on "
-                "the same device, both halves together, or to engines elsewhere two buffers, as large on each of their "
-                "ranks; what is gathered for them; and on a CPU lists of them. A parameter that takes more than a "
-                "sixteenth of it is gathered all the same, and FSDP1 gathers a layer at a time, whatever it takes. null "
-                "takes half a GiB for each half (on a GPU less, when less is free), as much more as the largest weight "
+                "GiB that a refit may take on a rank of the policy: the buffer in which weights are handed "
+                "to an engine on "
+                "the same device, both halves together, or to engines elsewhere two buffers, as large on "
+                "each of their "
+                "ranks; what is gathered for them; and on a CPU lists of them. A parameter that takes more "
+                "than a "
+                "sixteenth of it is gathered all the same, and FSDP1 gathers a layer at a time, whatever it "
+                "takes. null "
+                "takes half a GiB for each half (on a GPU less, when less is free), as much more as the "
+                "largest weight "
                 "needs, and 64 MiB for each of up to five buckets that are gathered.",
                 ABOVE_0,
                 default=None,
@@ -668,20 +939,32 @@ class PolicyConfig(TypedDict):
         ]
     ]
     refit_checksum: NotRequired[
-        Annotated[bool, Key("send a checksum with each group of weights; an engine refuses a group that arrives changed.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "send a checksum with each group of weights; an engine refuses a group that arrives changed.",
+                default=False,
+            ),
+        ]
     ]
     fsdp_offload_enabled: NotRequired[
         Annotated[
             bool,
             Key(
-                "FSDP1 only: keep parameters, gradients and optimizer state in host memory between uses; the CPU steps them there.",
+                "FSDP1 only: keep parameters, gradients and optimizer state in host memory between uses; "
+                "the CPU steps them there.",
                 default=False,
             ),
         ]
     ]
-    activation_checkpointing_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]]
+    activation_checkpointing_enabled: NotRequired[
+        Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]
+    ]
     optimizer: NotRequired[
-        Annotated[PytorchOptimizerConfig | None, Key("optimizer of the torch backends; null with Megatron.", default=None)]
+        Annotated[
+            PytorchOptimizerConfig | None,
+            Key("optimizer of the torch backends; null with Megatron.", default=None),
+        ]
     ]
     scheduler: NotRequired[
         Annotated[

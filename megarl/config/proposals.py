@@ -24,7 +24,9 @@ Followers = Mapping[str, Sequence[str]]
 
 
 def valid(
-    given: Mapping[str, Any], examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]], followers: Callable[[], Followers]
+    given: Mapping[str, Any],
+    examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]],
+    followers: Callable[[], Followers],
 ) -> Config:
     """Return a configuration filled in.
 
@@ -53,7 +55,9 @@ def valid(
     raise ConfigError(with_proposals(violations, violations_after))
 
 
-def with_proposals(violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> list[Violation]:
+def with_proposals(
+    violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
+) -> list[Violation]:
     """Return violations whose fixes go together: with all of them applied, none of these keys breaks a rule,
     and no other key does.
 
@@ -72,7 +76,9 @@ def with_proposals(violations: Sequence[Violation], violations_after: Callable[[
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [
-        dataclasses.replace(violation, fix=_text(violation.key, groups[violation.key])) if violation.key in groups else violation
+        dataclasses.replace(violation, fix=_text(violation.key, groups[violation.key]))
+        if violation.key in groups
+        else violation
         for violation in violations
     ]
 
@@ -90,7 +96,9 @@ class _Search:
         chosen: changes so far, for all keys that are mended.
     """
 
-    def __init__(self, violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> None:
+    def __init__(
+        self, violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
+    ) -> None:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after

@@ -45,13 +45,18 @@ def directory() -> Path:
 def recipes(part: str = "") -> Iterator[Recipe]:
     """Yield all recipes, by name; or the files of ``base`` or ``quickstart``."""
     for path in sorted((directory() / part).glob("*.yaml")):
-        yield Recipe(f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8")))
+        yield Recipe(
+            f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8"))
+        )
 
 
 def _summary(text: str) -> str:
     """Return the sentences that begin in the first line of a file's first comment, to their ends, which may
     be further down."""
-    lines = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
+    lines = [
+        line.removeprefix("#").strip()
+        for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    ]
     if not lines or lines[0].endswith("."):
         return "".join(lines[:1])
     comment = " ".join(lines)
@@ -84,9 +89,13 @@ def find(text: str) -> Path:
         # the reader says that there is no such file
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
-    near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
+    near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(
+        text, names, n=3, cutoff=0.3
+    )
     advice = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")
+    raise ConfigError(
+        f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them"
+    )
 
 
 def is_recipe(text: str) -> bool:
@@ -98,10 +107,17 @@ def is_recipe(text: str) -> bool:
 def missing_recipe(words: Iterable[str]) -> Violation:
     """Return the violation of a command line without a configuration, with the recipes that are the likeliest
     by its other words."""
-    said = {part for word in words for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower()) if len(part) > 1}
+    said = {
+        part
+        for word in words
+        for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower())
+        if len(part) > 1
+    }
 
     def likeness(recipe: Recipe) -> tuple[int, bool, int]:
-        parts = {part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))}
+        parts = {
+            part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))
+        }
         # of equally likely ones the plainest first
         return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
 

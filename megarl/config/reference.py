@@ -27,7 +27,14 @@ from megarl.config.tables import FOREIGN_KEYS
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, named_section_types, section_types
 
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any value"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    Any: "any value",
+}
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
 _MISSING = object()
 PAGES: Mapping[str, str] = {"README.md": "recipes", "KEYS.md": "keys"}
@@ -58,7 +65,9 @@ def updated(page: str, name: str, configs: Path) -> str:
     table = PAGES[name]
     begin, end = _BEGIN.format(table), _END.format(table)
     if page.count(begin) != 1 or page.count(end) != 1:
-        raise ValueError(f"{name} must have the lines {begin} and {end} once each. Fix: put them where the table belongs")
+        raise ValueError(
+            f"{name} must have the lines {begin} and {end} once each. Fix: put them where the table belongs"
+        )
     lines = [*recipe_table(configs), "", *ledger_table(configs)] if table == "recipes" else key_tables()
     before, rest = page.split(begin)
     return f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
@@ -67,7 +76,10 @@ def updated(page: str, name: str, configs: Path) -> str:
 def recipe_table(configs: Path) -> Iterator[str]:
     """Yield one row a recipe: its ranks, what a rank computes at a time, and the memory of the fullest
     rank."""
-    yield "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | fullest rank |"
+    yield (
+        "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | "
+        "fullest rank |"
+    )
     yield "|---|---|---|---|---|---|"
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -84,7 +96,10 @@ def recipe_table(configs: Path) -> Iterator[str]:
         cells = (
             f"`{path.stem}`",
             f"{cluster['num_nodes']} x {cluster['gpus_per_node']}",
-            f"{layout.pipeline}, {layout.data}, {layout.tensor}, {megatron.get('expert_model_parallel_size', 1)}",
+            (
+                f"{layout.pipeline}, {layout.data}, {layout.tensor}, "
+                f"{megatron.get('expert_model_parallel_size', 1)}"
+            ),
             f"{packing['train_mb_tokens']:,}, packed" if packing["enabled"] else f"{tokens:,}",
             "yes" if recompute else "no",
             size_text(max(row.peak for row in rows)) if rows else "",
@@ -132,7 +147,12 @@ def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
         kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
         if key in fields and fields[key].bounds is not None:
             kind += f"; {fields[key].bounds}"
-        yield key, kind, _default(annotation, *_absent_values(full)), fields[key].meaning if key in fields else ""
+        yield (
+            key,
+            kind,
+            _default(annotation, *_absent_values(full)),
+            fields[key].meaning if key in fields else "",
+        )
 
 
 def search_keys(words: Sequence[str]) -> Iterator[str]:
@@ -224,12 +244,27 @@ def _example(size: int) -> dict[str, Any]:
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}
-    sizes = {"train_global_batch_size": size, "train_micro_batch_size": size // 8, "max_total_sequence_length": size}
-    backends = {"precision": "bfloat16" if size == 8 else "float32", "megatron_cfg": megatron, "dtensor_cfg": {"enabled": True}}
+    sizes = {
+        "train_global_batch_size": size,
+        "train_micro_batch_size": size // 8,
+        "max_total_sequence_length": size,
+    }
+    backends = {
+        "precision": "bfloat16" if size == 8 else "float32",
+        "megatron_cfg": megatron,
+        "dtensor_cfg": {"enabled": True},
+    }
     return {
         "run_dir": f"runs/{size}",
         "seed": size,
-        "policy": {"model_name": "m", "tokenizer": {"name": "m"}, "optimizer": {}, **sizes, **backends, **sections},
+        "policy": {
+            "model_name": "m",
+            "tokenizer": {"name": "m"},
+            "optimizer": {},
+            **sizes,
+            **backends,
+            **sections,
+        },
         "grpo": {"num_prompts_per_step": size, "num_generations_per_prompt": 2, "max_num_steps": size},
         "sft": {"max_num_steps": size},
         "dpo": {"max_num_steps": size},

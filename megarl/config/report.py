@@ -23,7 +23,14 @@ from megarl.config.memory_run import (
     disk_bytes,
     host_memory,
 )
-from megarl.config.plan import batch_plan, engine_memory_of, ledger, memory_of_models, memory_of_run, size_text
+from megarl.config.plan import (
+    batch_plan,
+    engine_memory_of,
+    ledger,
+    memory_of_models,
+    memory_of_run,
+    size_text,
+)
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.sections import RunConfig
@@ -64,7 +71,10 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
     if generates(config) and validation_sources(config):
         console.print(validation_table(shown))
     if facts is None:
-        console.print(f"No memory estimate: the config.json of {shown['policy']['model_name']} is not on this disk.", markup=False)
+        console.print(
+            f"No memory estimate: the config.json of {shown['policy']['model_name']} is not on this disk.",
+            markup=False,
+        )
         return
     ranks, beside = memory_of_run(config)[1], memory_of_models(config)
     console.print(memory_table(ranks))
@@ -79,7 +89,9 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 def layout_table(layout: Layout) -> Table:
     """Return the rank to pipeline, data, context and tensor index and node; of many ranks the first and last
     ones."""
-    sizes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
+    sizes = (
+        f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
+    )
     table = Table(title=f"{layout.world_size} ranks: {sizes}")
     for heading in ("rank", "pipeline", "data", "context", "tensor", "node", "rank on node"):
         table.add_column(heading, justify="right")
@@ -88,7 +100,15 @@ def layout_table(layout: Layout) -> Table:
             table.add_row(*["..."] * 7)
             continue
         place = layout.coordinates(rank)
-        numbers = (place.rank, place.pipeline, place.data, place.context, place.tensor, place.node, place.local_rank)
+        numbers = (
+            place.rank,
+            place.pipeline,
+            place.data,
+            place.context,
+            place.tensor,
+            place.node,
+            place.local_rank,
+        )
         table.add_row(*map(str, numbers))
     return table
 
@@ -108,17 +128,39 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
     table.add_column("arithmetic")
     table.add_column("value", justify="right")
     if answers_to is not None:
-        table.add_row("samples", f"{plan.prompts} {answers_to} x {plan.generations} responses", f"{plan.samples:,}")
-    table.add_row("global batches", f"{plan.samples} samples / {plan.global_batch_size} a global batch", f"{plan.global_batches:,}")
-    table.add_row("samples a rank", f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks", f"{plan.samples_per_rank:,}")
+        table.add_row(
+            "samples", f"{plan.prompts} {answers_to} x {plan.generations} responses", f"{plan.samples:,}"
+        )
+    table.add_row(
+        "global batches",
+        f"{plan.samples} samples / {plan.global_batch_size} a global batch",
+        f"{plan.global_batches:,}",
+    )
+    table.add_row(
+        "samples a rank",
+        f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks",
+        f"{plan.samples_per_rank:,}",
+    )
     if plan.token_budget:
-        table.add_row("micro-batches a rank", "formed from the lengths of the samples, at most", f"{plan.micro_batches:,}")
+        table.add_row(
+            "micro-batches a rank",
+            "formed from the lengths of the samples, at most",
+            f"{plan.micro_batches:,}",
+        )
         table.add_row("tokens a micro-batch", "the budget, padding included", f"{plan.token_budget:,}")
     else:
-        table.add_row("micro-batches a rank", f"{plan.samples_per_rank} samples / {plan.micro_batch_size}", f"{plan.micro_batches:,}")
+        table.add_row(
+            "micro-batches a rank",
+            f"{plan.samples_per_rank} samples / {plan.micro_batch_size}",
+            f"{plan.micro_batches:,}",
+        )
         tokens = f"{plan.micro_batch_size} x {plan.sequence_length} tokens at most"
         table.add_row("tokens a micro-batch", tokens, f"{plan.tokens_per_micro_batch:,}")
-    table.add_row("tokens a step", f"{plan.samples} x {plan.sequence_length} tokens at most", f"{plan.tokens_per_step:,}")
+    table.add_row(
+        "tokens a step",
+        f"{plan.samples} x {plan.sequence_length} tokens at most",
+        f"{plan.tokens_per_step:,}",
+    )
     return table
 
 
@@ -126,7 +168,11 @@ def validation_table(config: RunConfig) -> Table:
     """The validation sets of a checked run that generates, one a row."""
     table = Table(title="validation")
     for heading in ("set", "sources", "prompts", "responses a prompt", "sampling"):
-        table.add_column(heading, justify="right" if heading in {"prompts", "responses a prompt"} else "left", overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if heading in {"prompts", "responses a prompt"} else "left",
+            overflow="fold",
+        )
     sources = validation_sources(config)
     for plan in set_plans(config):
         names = [str(sources[place].get("path") or sources[place].get("name")) for place in plan.places]
@@ -157,7 +203,9 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     return table
 
 
-def surroundings_table(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]) -> Table:
+def surroundings_table(
+    config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
+) -> Table:
     """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
     table = Table(title="engine, host memory and disk (estimated)", show_header=False)
     table.add_column("quantity")
@@ -169,11 +217,17 @@ def surroundings_table(config: RunConfig, facts: ModelFacts, ranks: list[RankMem
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
         table.add_row("tokens that fit in the engine's KV cache", f"{engine.cached_tokens:,}")
     table.add_row(
-        f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks, beside.values()))
+        f"host memory of a node of {config['cluster']['gpus_per_node']} ranks",
+        size_text(host_memory(config, ranks, beside.values())),
     )
     if checkpointing["enabled"]:
-        table.add_row("a checkpoint", size_text(checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)))
-        kept = f"{checkpoints_kept(config)} checkpoints at once" + (", exported model" if checkpointing["export_hf"] else "")
+        table.add_row(
+            "a checkpoint",
+            size_text(checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)),
+        )
+        kept = f"{checkpoints_kept(config)} checkpoints at once" + (
+            ", exported model" if checkpointing["export_hf"] else ""
+        )
         table.add_row(f"disk: {kept}", size_text(disk_bytes(config, facts)))
     return table
 
@@ -186,5 +240,7 @@ def ledger_table(moments: list[Moment], device_gib: float) -> Table:
     for moment in moments:
         free = int(device_gib * 2**30) - moment.total
         left = size_text(free) if free >= 0 else f"lacks {size_text(-free)}"
-        table.add_row(moment.name, *map(size_text, (moment.policy, moment.engine, moment.transfer, moment.total)), left)
+        table.add_row(
+            moment.name, *map(size_text, (moment.policy, moment.engine, moment.transfer, moment.total)), left
+        )
     return table

@@ -30,7 +30,10 @@ _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
 # rule of its own.
 _FREE = (
     _DISTRIBUTED,
-    *(f"policy.megatron_cfg.optimizer.{key}" for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")),
+    *(
+        f"policy.megatron_cfg.optimizer.{key}"
+        for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")
+    ),
     *(f"policy.megatron_cfg.optimizer.{key}" for key in (*STATE_KEYS, "optimizer_offload_fraction")),
     *(f"policy.optimizer.{key}" for key in MOMENT_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
@@ -53,7 +56,13 @@ _PROMISED = (
     "distillation.num_generations_per_prompt",
     "distillation.teacher_of_source",
 )
-_PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "data.cache_dir", "data.cache_gib")
+_PLACES_OF_DATA = (
+    "data.train.path",
+    "data.train.name",
+    "data.validation",
+    "data.cache_dir",
+    "data.cache_gib",
+)
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
@@ -84,12 +93,21 @@ def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
     """Lists of as many sections as mappings by place, so that what differs in one of them is named; anything
     else as it is."""
     both = (old, new)
-    if all(isinstance(value, list) and len(value) == len(old) and all(isinstance(each, Mapping) for each in value) for value in both):
-        return {str(place): each for place, each in enumerate(old)}, {str(place): each for place, each in enumerate(new)}
+    if all(
+        isinstance(value, list)
+        and len(value) == len(old)
+        and all(isinstance(each, Mapping) for each in value)
+        for value in both
+    ):
+        return {str(place): each for place, each in enumerate(old)}, {
+            str(place): each for place, each in enumerate(new)
+        }
     return both
 
 
-def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool) -> dict[str, tuple[Any, Any]]:
+def check_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool
+) -> dict[str, tuple[Any, Any]]:
     """The changed keys of a run that goes on from a checkpoint.
 
     Args:
@@ -108,7 +126,10 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
     violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
     # of a model that is not trained there is no state
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
-    violations += [*_other_form(of_state, trained, checkpoint), *_without_effect(of_state, trained, checkpoint)]
+    violations += [
+        *_other_form(of_state, trained, checkpoint),
+        *_without_effect(of_state, trained, checkpoint),
+    ]
     if not accepted:
         violations += _broken_promises(changes, [path for path, _ in models], _PROMISED, checkpoint)
         violations += _broken_promises(of_state, trained, _SCHEDULE, checkpoint)
@@ -117,7 +138,9 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
     return changes
 
 
-def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], paths: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+def _other_backend(
+    before: Mapping[str, Any], now: Mapping[str, Any], paths: Sequence[str], checkpoint: str
+) -> Iterator[Violation]:
     for path in paths:
         if at(before, path) is None:
             continue
@@ -125,17 +148,25 @@ def _other_backend(before: Mapping[str, Any], now: Mapping[str, Any], paths: Seq
         if old != new:
             bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
             key = "the enabled backend" if path == POLICY else f"the enabled backend of {path}"
-            yield Violation(key, new, bound, f"go on with {old}, or export the weights and start another run from them")
+            yield Violation(
+                key, new, bound, f"go on with {old}, or export the weights and start another run from them"
+            )
 
 
-def _other_form(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+def _other_form(
+    changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str
+) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
         if as_of_policy(key, models) == _DISTRIBUTED:
-            bound = f"{checkpoint} has optimizer state that was saved with {old!r}, which {new!r} does not read"
+            bound = (
+                f"{checkpoint} has optimizer state that was saved with {old!r}, which {new!r} does not read"
+            )
             yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
 
 
-def _without_effect(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+def _without_effect(
+    changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str
+) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
         of_policy = as_of_policy(key, models)
         if _is_below(of_policy, _KEPT_BY_STATE) and not _is_below(of_policy, (*_FREE, *_SCHEDULE)):
@@ -147,9 +178,16 @@ def _broken_promises(
     changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], promised: Sequence[str], checkpoint: str
 ) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
-        if _is_below(as_of_policy(key, models), promised) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
+        if _is_below(as_of_policy(key, models), promised) and not (
+            _is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)
+        ):
             bound = f"{checkpoint} was trained with {old!r}"
-            yield Violation(key, new, bound, f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one")
+            yield Violation(
+                key,
+                new,
+                bound,
+                f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one",
+            )
 
 
 def _is_below(key: str, sections: Sequence[str]) -> bool:

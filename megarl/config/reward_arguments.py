@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-PROMPT, RESPONSE, ANSWER, RECORD, SOURCE, STATE = "prompt", "response", "answer", "record", "data_source", "state"
+PROMPT, RESPONSE, ANSWER, RECORD, SOURCE, STATE = (
+    "prompt",
+    "response",
+    "answer",
+    "record",
+    "data_source",
+    "state",
+)
 
 SINGLE: Mapping[str, str] = MappingProxyType(
     {
@@ -60,7 +67,11 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 for."""
 
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
-_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,11 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     if parameters is None:
         return Arguments((RESPONSE, ANSWER), ())
     names = [each.name for each in parameters if each.kind in _NAMED]
-    given = [each for each in parameters if each.kind in _NAMED and (each.default is inspect.Parameter.empty or _is_known(each.name))]
+    given = [
+        each
+        for each in parameters
+        if each.kind in _NAMED and (each.default is inspect.Parameter.empty or _is_known(each.name))
+    ]
     rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     several = any(name in SEVERAL for name in names)
     return Arguments(
@@ -116,7 +131,9 @@ def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = 
         columns: fields of the data that records keep (``extra_keys``); a parameter may be called as one.
     """
     parameters = _parameters_of(function) or ()
-    required = [each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty]
+    required = [
+        each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty
+    ]
     return [name for name in required if not _is_known(name) and name not in columns]
 
 
@@ -138,7 +155,9 @@ def known_names() -> str:
     )
 
 
-def values_for(arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def values_for(
+    arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and keyword arguments of a call.
 
     Args:
@@ -146,7 +165,10 @@ def values_for(arguments: Arguments, values: Mapping[str, Any], columns: Mapping
         values: by what they are, ``PROMPT`` to ``STATE``.
         columns: fields of the record.
     """
-    named = {name: _value(name, arguments, values, columns) for name in (*arguments.positional, *arguments.keywords)}
+    named = {
+        name: _value(name, arguments, values, columns)
+        for name in (*arguments.positional, *arguments.keywords)
+    }
     positional = [named.pop(name) for name in arguments.positional]
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}
@@ -167,7 +189,9 @@ def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: 
     elif name in SINGLE:
         found = values[SINGLE[name]]
     else:
-        raise LookupError(f"its parameter {name!r} is no field of the record, which has {', '.join(sorted(columns))}")
+        raise LookupError(
+            f"its parameter {name!r} is no field of the record, which has {', '.join(sorted(columns))}"
+        )
     return _listed(found, arguments)
 
 
@@ -191,6 +215,9 @@ def describe_faults(function: Callable[..., Any], columns: Collection[str]) -> I
     """Yield what is wrong with the parameters of a reward function, in words."""
     unknown = unknown_parameters(function, columns)
     if unknown:
-        yield f"nothing is known to give its {'parameters' if len(unknown) > 1 else 'parameter'} {', '.join(map(repr, unknown))}"
+        yield (
+            f"nothing is known to give its {'parameters' if len(unknown) > 1 else 'parameter'} "
+            f"{', '.join(map(repr, unknown))}"
+        )
     elif not takes_a_response(function):
         yield "it does not take the response"

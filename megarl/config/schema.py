@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
-    ("moe_router_load_balancing_type", "micro_batch_aux_loss"): "it was removed, as its loss depended on the division of a batch: write "
+    (
+        "moe_router_load_balancing_type",
+        "micro_batch_aux_loss",
+    ): "it was removed, as its loss depended on the division of a batch: write "
     "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",
 }
 """Values that keys could have once, by the key's last word, with what to write instead."""
@@ -103,7 +106,9 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     return violations
 
 
-def _violations_of_model(config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]) -> Iterator[Violation]:
+def _violations_of_model(
+    config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]
+) -> Iterator[Violation]:
     """Yield the violations of the shape of a section that takes from ``policy`` what it does not say, but
     those that it takes from there.
 
@@ -118,7 +123,9 @@ def _violations_of_model(config: Mapping[str, Any], path: str, model: ModelSecti
     if not isinstance(policy, Mapping) or not isinstance(own, Mapping):
         return
     for violation in check_section(in_full(policy, own, model), PolicyConfig, prefix=path):
-        if as_of_policy(violation.key, [path]) not in known or has(own, violation.key.removeprefix(f"{path}.")):
+        if as_of_policy(violation.key, [path]) not in known or has(
+            own, violation.key.removeprefix(f"{path}.")
+        ):
             yield violation
 
 
@@ -180,7 +187,10 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
             if level < len(steps) and not steps[level][1]:
                 members.setdefault(steps[:level], {}).setdefault(steps[level][0], []).append(entry)
         for faults_by_member in members.values():
-            best = max(faults_by_member.values(), key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)))
+            best = max(
+                faults_by_member.values(),
+                key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)),
+            )
             dropped = set[int]()
             for faults in faults_by_member.values():
                 dropped.update(map(id, faults if faults is not best else ()))
@@ -195,11 +205,18 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     if kind == "extra_forbidden":
         near = nearest(path, known_paths(section))
         full = ".".join(part for part in (prefix, near or "") if part)
-        return Violation(key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it")
+        return Violation(
+            key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
+        )
     if kind == "missing":
         return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")
     if value is None:
-        return Violation(key, None, f"null is not allowed here, {_expected(fault)}", "give a value, or remove the line to take the default")
+        return Violation(
+            key,
+            None,
+            f"null is not allowed here, {_expected(fault)}",
+            "give a value, or remove the line to take the default",
+        )
     return Violation(key, value, _expected(fault), _repair(fault, value))
 
 
@@ -219,7 +236,11 @@ def _repair(fault: Any, value: object) -> str:
         close = difflib.get_close_matches(str(value), choices, n=1)
         return f"did you mean {close[0]!r}?" if close else f"write for example {choices[0]}"
     if isinstance(value, str) and fault["type"] in {"int_type", "float_type", "bool_type"}:
-        return f"write {value} without quotes" if _reads_as_number_or_flag(value) else "write the value itself, not a text"
+        return (
+            f"write {value} without quotes"
+            if _reads_as_number_or_flag(value)
+            else "write the value itself, not a text"
+        )
     if fault["type"] == "string_type":
         return f'put it in quotes: "{value}"' if isinstance(value, (int, float)) else "write a text"
     return "write a value of that kind"

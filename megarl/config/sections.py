@@ -18,21 +18,39 @@ class CheckpointingConfig(TypedDict):
     """Checkpoints."""
 
     enabled: Annotated[bool, Key("write checkpoints.", default=False)]
-    checkpoint_dir: NotRequired[Annotated[str, Key("directory of the checkpoints; ``checkpoints`` in the run's directory when absent.")]]
-    metric_name: NotRequired[
-        Annotated[str | None, Key("metric by which the best checkpoints are kept; null keeps the newest.", default=None)]
+    checkpoint_dir: NotRequired[
+        Annotated[
+            str, Key("directory of the checkpoints; ``checkpoints`` in the run's directory when absent.")
+        ]
     ]
-    higher_is_better: NotRequired[Annotated[bool, Key("true if a higher value of that metric is better.", default=True)]]
+    metric_name: NotRequired[
+        Annotated[
+            str | None,
+            Key("metric by which the best checkpoints are kept; null keeps the newest.", default=None),
+        ]
+    ]
+    higher_is_better: NotRequired[
+        Annotated[bool, Key("true if a higher value of that metric is better.", default=True)]
+    ]
     save_period: NotRequired[Annotated[int, Key("steps between checkpoints.", AT_LEAST_1, default=10)]]
     keep_top_k: NotRequired[
-        Annotated[int | None, Key("number of checkpoints to keep, always including the newest; null keeps all.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key(
+                "number of checkpoints to keep, always including the newest; null keeps all.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
     ]
     resume: NotRequired[
         Annotated[
             Literal["auto", "never"],
             Key(
-                '"auto" goes on from the newest valid checkpoint, and refuses where there are some and none is valid; '
-                '"never" starts over, unless a valid one is there, and keeps the rows of ``metrics.jsonl`` beside.',
+                '"auto" goes on from the newest valid checkpoint, and refuses where there are some and none '
+                "is valid; "
+                '"never" starts over, unless a valid one is there, and keeps the rows of ``metrics.jsonl`` '
+                "beside.",
                 default="auto",
             ),
         ]
@@ -72,13 +90,17 @@ class CheckpointingConfig(TypedDict):
             ),
         ]
     ]
-    export_hf: NotRequired[Annotated[bool, Key("write the final weights as a Hugging Face model too.", default=False)]]
+    export_hf: NotRequired[
+        Annotated[bool, Key("write the final weights as a Hugging Face model too.", default=False)]
+    ]
     signing_key_file: NotRequired[
         Annotated[
             str | None,
             Key(
-                "file with a secret of 32 bytes or more, of mode 0600, by which checkpoints are signed; one without its signature, or with "
-                "other bytes, is passed over like a damaged one. Keep it where those who can write to the checkpoints cannot read.",
+                "file with a secret of 32 bytes or more, of mode 0600, by which checkpoints are signed; one "
+                "without its signature, or with "
+                "other bytes, is passed over like a damaged one. Keep it where those who can write to the "
+                "checkpoints cannot read.",
                 default=None,
             ),
         ]
@@ -89,11 +111,15 @@ class WandbConfig(TypedDict):
     """Weights & Biases."""
 
     project: Annotated[str, Key("the project.")]
-    name: NotRequired[Annotated[str | None, Key("name of the run in the service; null lets the service choose one.")]]
+    name: NotRequired[
+        Annotated[str | None, Key("name of the run in the service; null lets the service choose one.")]
+    ]
     entity: NotRequired[Annotated[str | None, Key("team or user; null for the one that is logged in.")]]
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
     tags: NotRequired[Annotated[list[str] | None, Key("tags of the run.")]]
-    mode: NotRequired[Annotated[Literal["online", "offline"], Key('"offline" keeps the files here until ``wandb sync``.')]]
+    mode: NotRequired[
+        Annotated[Literal["online", "offline"], Key('"offline" keeps the files here until ``wandb sync``.')]
+    ]
 
 
 class MlflowConfig(TypedDict):
@@ -102,7 +128,13 @@ class MlflowConfig(TypedDict):
     experiment_name: Annotated[str, Key("the experiment; made where the server has none of that name.")]
     run_name: NotRequired[Annotated[str | None, Key("name of the run there; null lets MLflow choose one.")]]
     tracking_uri: NotRequired[
-        Annotated[str | None, Key("address of the server, or a local store; null for ``MLFLOW_TRACKING_URI``, else MLflow's own default.")]
+        Annotated[
+            str | None,
+            Key(
+                "address of the server, or a local store; null for ``MLFLOW_TRACKING_URI``, else MLflow's "
+                "own default."
+            ),
+        ]
     ]
 
 
@@ -112,14 +144,19 @@ class TrackioConfig(TypedDict):
     project: Annotated[str, Key("the project.")]
     name: NotRequired[Annotated[str | None, Key("name of the run there, to which a random number is added.")]]
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
-    space_id: NotRequired[Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]]
+    space_id: NotRequired[
+        Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]
+    ]
 
 
 class TensorboardConfig(TypedDict):
     """TensorBoard."""
 
     log_dir: NotRequired[
-        Annotated[str | None, Key("directory of the files; ``tensorboard`` in the logger's directory when absent or null.")]
+        Annotated[
+            str | None,
+            Key("directory of the files; ``tensorboard`` in the logger's directory when absent or null."),
+        ]
     ]
 
 
@@ -129,14 +166,24 @@ class SamplesConfig(TypedDict):
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
     num_train_samples: NotRequired[
-        Annotated[int | None, Key("samples to keep per training step, the first ones; 0 for none, null for all.", AT_LEAST_0, default=32)]
+        Annotated[
+            int | None,
+            Key(
+                "samples to keep per training step, the first ones; 0 for none, null for all.",
+                AT_LEAST_0,
+                default=32,
+            ),
+        ]
     ]
-    num_validation_samples: NotRequired[Annotated[int | None, Key("samples to keep per validation set, likewise.", AT_LEAST_0, default=64)]]
+    num_validation_samples: NotRequired[
+        Annotated[int | None, Key("samples to keep per validation set, likewise.", AT_LEAST_0, default=64)]
+    ]
     period: NotRequired[
         Annotated[
             int,
             Key(
-                "training steps between two records of samples; those of the first step and of every validation are always written.",
+                "training steps between two records of samples; those of the first step and of every "
+                "validation are always written.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -145,23 +192,35 @@ class SamplesConfig(TypedDict):
     max_characters: NotRequired[
         Annotated[
             int,
-            Key("maximum characters of a prompt, a response or a reference; longer texts lose their middle.", AT_LEAST_1, default=16384),
+            Key(
+                "maximum characters of a prompt, a response or a reference; longer texts lose their middle.",
+                AT_LEAST_1,
+                default=16384,
+            ),
         ]
     ]
     max_files: NotRequired[
         Annotated[
             int | None,
             Key(
-                "maximum number of files for training steps, and as many for validations; the oldest and the newest stay, null keeps all.",
+                "maximum number of files for training steps, and as many for validations; the oldest and "
+                "the newest stay, null keeps all.",
                 Range(low=2),
                 default=200,
             ),
         ]
     ]
-    token_ids: NotRequired[Annotated[bool, Key("also record the token ids of prompt and response.", default=False)]]
+    token_ids: NotRequired[
+        Annotated[bool, Key("also record the token ids of prompt and response.", default=False)]
+    ]
     wandb_table: NotRequired[
         Annotated[
-            bool, Key("send them to Weights & Biases too, as the tables ``samples/train`` and ``samples/validation``.", default=False)
+            bool,
+            Key(
+                "send them to Weights & Biases too, as the tables ``samples/train`` and "
+                "``samples/validation``.",
+                default=False,
+            ),
         ]
     ]
 
@@ -170,7 +229,13 @@ class LoggerConfig(TypedDict):
     """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the samples that are kept."""
 
     log_dir: NotRequired[
-        Annotated[str, Key("where TensorBoard, Weights & Biases and sinks of your own put their files; the run's directory when absent.")]
+        Annotated[
+            str,
+            Key(
+                "where TensorBoard, Weights & Biases and sinks of your own put their files; the run's "
+                "directory when absent."
+            ),
+        ]
     ]
     wandb_enabled: NotRequired[Annotated[bool, Key("send metrics to Weights & Biases.", default=False)]]
     tensorboard_enabled: NotRequired[Annotated[bool, Key("write TensorBoard files.", default=False)]]
@@ -184,7 +249,8 @@ class LoggerConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "import paths of classes that take every row of metrics too, ``path/to/file.py:Name`` or ``package.module:Name``, see "
+                "import paths of classes that take every row of metrics too, ``path/to/file.py:Name`` or "
+                "``package.module:Name``, see "
                 "`megarl.observe.sinks:Sink`."
             ),
         ]
@@ -265,7 +331,8 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for starting Ray and building all workers; reading a checkpoint has ``load_s`` in addition.",
+                "maximum seconds for starting Ray and building all workers; reading a checkpoint has "
+                "``load_s`` in addition.",
                 ABOVE_0,
                 default=1800.0,
             ),
@@ -275,36 +342,76 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for training on the batch of a step, and for work that belongs to no other phase.", ABOVE_0, default=3600.0
+                "maximum seconds for training on the batch of a step, and for work that belongs to no other "
+                "phase.",
+                ABOVE_0,
+                default=3600.0,
             ),
         ]
     ]
     logprobs_s: NotRequired[
         Annotated[
-            float, Key("maximum seconds for the log-probabilities of a step's batch; ``step_s`` when absent.", ABOVE_0, follows="step_s")
+            float,
+            Key(
+                "maximum seconds for the log-probabilities of a step's batch; ``step_s`` when absent.",
+                ABOVE_0,
+                follows="step_s",
+            ),
         ]
     ]
     generate_s: NotRequired[
-        Annotated[float, Key("maximum seconds for sampling the responses of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+        Annotated[
+            float,
+            Key(
+                "maximum seconds for sampling the responses of a step; ``step_s`` when absent.",
+                ABOVE_0,
+                follows="step_s",
+            ),
+        ]
     ]
-    save_s: NotRequired[Annotated[float, Key("maximum seconds for writing a checkpoint or the export.", ABOVE_0, default=1800.0)]]
+    save_s: NotRequired[
+        Annotated[
+            float, Key("maximum seconds for writing a checkpoint or the export.", ABOVE_0, default=1800.0)
+        ]
+    ]
     load_s: NotRequired[
-        Annotated[float, Key("maximum seconds for reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s")]
+        Annotated[
+            float,
+            Key(
+                "maximum seconds for reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s"
+            ),
+        ]
     ]
     refit_s: NotRequired[
-        Annotated[float, Key("maximum seconds for one part of a refit; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+        Annotated[
+            float,
+            Key(
+                "maximum seconds for one part of a refit; ``step_s`` when absent.", ABOVE_0, follows="step_s"
+            ),
+        ]
     ]
     validate_s: NotRequired[
-        Annotated[float, Key("maximum seconds for one batch of a validation; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+        Annotated[
+            float,
+            Key(
+                "maximum seconds for one batch of a validation; ``step_s`` when absent.",
+                ABOVE_0,
+                follows="step_s",
+            ),
+        ]
     ]
     least_s: NotRequired[
         Annotated[
             float,
             Key(
-                "minimum bound of a phase once it was measured, unless the phase's own key is smaller. After this long without an answer "
-                "a phase is given up early if the process of a worker is stopped, or if no silent worker has moved for three quarters of "
-                "it: same place in the code, no use of processor, files or disks, nor by child processes. A refit, in which workers wait "
-                "for engines, is not given up for that. The run also ends, with exit code 4, if Ray's control process, or the raylet of "
+                "minimum bound of a phase once it was measured, unless the phase's own key is smaller. "
+                "After this long without an answer "
+                "a phase is given up early if the process of a worker is stopped, or if no silent worker "
+                "has moved for three quarters of "
+                "it: same place in the code, no use of processor, files or disks, nor by child processes. A "
+                "refit, in which workers wait "
+                "for engines, is not given up for that. The run also ends, with exit code 4, if Ray's "
+                "control process, or the raylet of "
                 "the driver's node, is stopped or silent for this long.",
                 ABOVE_0,
                 default=300.0,
@@ -315,8 +422,10 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "bound of the first time of a phase, in which workers compile and allocate, unless the phase's own key is smaller. Workers "
-                "that replace others have ``multiple`` times the slowest first time of this launch instead. It detects ranks that compute "
+                "bound of the first time of a phase, in which workers compile and allocate, unless the "
+                "phase's own key is smaller. Workers "
+                "that replace others have ``multiple`` times the slowest first time of this launch instead. "
+                "It detects ranks that compute "
                 "indefinitely in a first step, or wait for a GPU, which keeps a processor busy.",
                 ABOVE_0,
                 default=1800.0,
@@ -324,7 +433,14 @@ class DeadlinesConfig(TypedDict):
         ]
     ]
     multiple: NotRequired[
-        Annotated[float, Key("a phase may take this multiple of the slowest of its last ten times.", AT_LEAST_1, default=3.0)]
+        Annotated[
+            float,
+            Key(
+                "a phase may take this multiple of the slowest of its last ten times.",
+                AT_LEAST_1,
+                default=3.0,
+            ),
+        ]
     ]
 
 
@@ -335,9 +451,12 @@ class DebugConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "compare operation, shape, dtype and number of every collective over the ranks of its group before it begins, and name the "
-                "ranks that differ; slow. Sends and receives between pipeline stages are no collectives, and are not compared: one that "
-                "does not match ends with the error of gloo or NCCL, or with the deadline of its phase, which says who waits.",
+                "compare operation, shape, dtype and number of every collective over the ranks of its group "
+                "before it begins, and name the "
+                "ranks that differ; slow. Sends and receives between pipeline stages are no collectives, "
+                "and are not compared: one that "
+                "does not match ends with the error of gloo or NCCL, or with the deadline of its phase, "
+                "which says who waits.",
                 default=False,
             ),
         ]
@@ -362,7 +481,8 @@ class ProfilerConfig(TypedDict):
             str | None,
             Key(
                 "names of workers that run under NVIDIA Nsight Systems, patterns with commas between "
-                '(``"*policy*,*vllm*"``), which record those steps; null for ``MEGARL_NSYS_WORKER_PATTERNS``, or none.',
+                '(``"*policy*,*vllm*"``), which record those steps; null for '
+                "``MEGARL_NSYS_WORKER_PATTERNS``, or none.",
                 default=None,
             ),
         ]
@@ -370,7 +490,11 @@ class ProfilerConfig(TypedDict):
     torch_ranks: NotRequired[
         Annotated[
             list[int],
-            Key("ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's directory.", default=[]),
+            Key(
+                "ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's "
+                "directory.",
+                default=[],
+            ),
         ]
     ]
 
@@ -396,20 +520,35 @@ class RunConfig(TypedDict):
     algorithm: Annotated[
         str,
         Key(
-            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, `path/to/file.py:Name`; its sections "
+            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, "
+            "`path/to/file.py:Name`; its sections "
             "must be there."
         ),
     ]
     seed: Annotated[int, Key("seed of every random number of the run.", Range(low=0, high=2**63 - 1))]
     recipe: NotRequired[
-        Annotated[str, Key("name of the recipe or file that the run was started from; megarl train writes it, and a run keeps it.")]
+        Annotated[
+            str,
+            Key(
+                "name of the recipe or file that the run was started from; megarl train writes it, and a "
+                "run keeps it."
+            ),
+        ]
     ]
-    run_dir: NotRequired[Annotated[str, Key("directory of everything that the run writes; ``runs/<recipe>`` when absent.")]]
+    run_dir: NotRequired[
+        Annotated[str, Key("directory of everything that the run writes; ``runs/<recipe>`` when absent.")]
+    ]
     deadlines: NotRequired[Annotated[DeadlinesConfig, Key("time limits of the phases.")]]
     policy: Annotated[PolicyConfig, Key("the model and its backend.")]
-    loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")]]
+    loss_fn: NotRequired[
+        Annotated[
+            ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")
+        ]
+    ]
     data: Annotated[DataConfig, Key("the data.")]
-    env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]]
+    env: NotRequired[
+        Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]
+    ]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of chosen steps.")]]

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def _read(name: str) -> Mapping[str, dict[str, Any]]:
-    found: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    found: Mapping[str, dict[str, Any]] = json.loads(
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+    )
     return found
 
 

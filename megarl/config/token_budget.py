@@ -42,7 +42,11 @@ def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -
         checked = validate(put(given, key, _LARGEST))
         section = key.rpartition(".")[0]
         # of a section that is not enabled nothing is read
-        tokens = _chosen(checked, key) if at(checked, f"{section}.enabled") else least_tokens(View(checked), section)
+        tokens = (
+            _chosen(checked, key)
+            if at(checked, f"{section}.enabled")
+            else least_tokens(View(checked), section)
+        )
         given = put(given, key, tokens)
     return given
 
@@ -52,19 +56,31 @@ def _chosen(config: RunConfig, key: str) -> int:
     if unknown is not None:
         bound, fix = unknown
         raise ConfigError([Violation(key, AUTO, bound, f"{fix}, or write a number of tokens")])
-    available, least = ROOM * device_gib(config["cluster"]) * GIB, least_tokens(View(config), key.rpartition(".")[0])
+    available, least = (
+        ROOM * device_gib(config["cluster"]) * GIB,
+        least_tokens(View(config), key.rpartition(".")[0]),
+    )
     most = max(least, _tokens_of_step(config, layout_of(View(config))))
     for tokens in _descending(least, most):
         moment = fullest_moment(put(config, key, tokens))
         if moment is not None and moment.total <= available:
-            logger.info("%s: auto is %d tokens; %s takes %s of a device", key, tokens, moment.name, size_text(moment.total))
+            logger.info(
+                "%s: auto is %d tokens; %s takes %s of a device",
+                key,
+                tokens,
+                moment.name,
+                size_text(moment.total),
+            )
             return tokens
     moment = fullest_moment(put(config, key, least))
     assert moment is not None, "the model's sizes are known"
     bound = (
-        f"{moment.name} takes {size_text(moment.total)} with the fewest tokens, {least:,}, and {size_text(int(available))} are to be used"
+        f"{moment.name} takes {size_text(moment.total)} with the fewest tokens, {least:,}, and "
+        f"{size_text(int(available))} are to be used"
     )
-    raise ConfigError([Violation(key, AUTO, bound, f"write {least}, and megarl train --dry-run says what would fit")])
+    raise ConfigError(
+        [Violation(key, AUTO, bound, f"write {least}, and megarl train --dry-run says what would fit")]
+    )
 
 
 def _unknown(config: RunConfig) -> tuple[str, str] | None:

@@ -27,7 +27,9 @@ from megarl.config.token_budget import with_token_budgets
 from megarl.errors import ConfigError, Violation
 
 
-def validate_config(config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict) -> RunConfig:
+def validate_config(
+    config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict
+) -> RunConfig:
     """A run's configuration, checked, with every absent optional key filled in.
 
     Args:
@@ -39,7 +41,9 @@ def validate_config(config: Mapping[str, Any], name: str = "run", followers: Cal
         ConfigError: carries every violation found; what they propose satisfies all rules at once.
     """
     # by null a file or a command line takes a section away that it inherits
-    given, foreign = without_foreign_keys({key: value for key, value in config.items() if value is not None or key not in ORDER})
+    given, foreign = without_foreign_keys(
+        {key: value for key, value in config.items() if value is not None or key not in ORDER}
+    )
     given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
     # Before all else: every later check may touch a path, and one on a dead mount is waited for without end.
@@ -59,7 +63,10 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
         for key in (f"{path}.megatron_cfg.optimizer.lr", f"{path}.optimizer.kwargs.lr"):
             rate = at(config, key)
             if isinstance(rate, int | float) and rate > 1:
-                yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
+                yield (
+                    f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is "
+                    "it meant?"
+                )
 
 
 def doubt_of_memory(config: RunConfig) -> str | None:
@@ -90,7 +97,9 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
 
     def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
         config: Config = {**raw, POLICY: complete_policy(raw[POLICY])}
-        return config, _violations(config, [*foreign, *check_policy(raw[POLICY])], check_policy(config[POLICY]))
+        return config, _violations(
+            config, [*foreign, *check_policy(raw[POLICY])], check_policy(config[POLICY])
+        )
 
     if world_size is not None:
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
@@ -119,7 +128,9 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
     return broken or list(state_fits(cast(RunConfig, completed)))
 
 
-def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:
+def facts_or_violations(
+    policy: Any, faulty: set[str], path: str = POLICY
+) -> tuple[ModelFacts | None, list[Violation]]:
     """Return the sizes of the model that a section names, as far as they are on this disk, and what is wrong
     with it.
 
@@ -136,7 +147,12 @@ def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tu
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [
-                Violation(f"{path}.megatron_cfg.family_file", family_file, str(error), "megarl convert selftest checks such a file")
+                Violation(
+                    f"{path}.megatron_cfg.family_file",
+                    family_file,
+                    str(error),
+                    "megarl convert selftest checks such a file",
+                )
             ]
     if not isinstance(model_name, str) or faulty & {path, f"{path}.model_name"}:
         return None, []

@@ -90,7 +90,10 @@ def validation_sources(config: RunConfig) -> list[ValidationSource]:
 def set_plans(config: RunConfig) -> list[SetPlan]:
     """The validation sets of a checked run that generates, in the order of their first sources."""
     section, generation = own_section(config), generation_of(config["policy"])
-    shared = {GENERATIONS: section.get(GENERATIONS, 1), **{key: generation[key] for key in (TEMPERATURE, TOP_P, TOP_K)}}
+    shared = {
+        GENERATIONS: section.get(GENERATIONS, 1),
+        **{key: generation[key] for key in (TEMPERATURE, TOP_P, TOP_K)},
+    }
     plans = []
     for name, members in _members(validation_sources(config)).items():
         chosen = {**shared, **members.said}

@@ -67,7 +67,8 @@ class ChatTemplate:
         for name in self._values:
             if re.search(rf"\b{re.escape(name)}\b", self.text) is None:
                 raise DataError(
-                    f"policy.tokenizer.chat_template_kwargs.{name}: the chat template does not read it, so that it would do nothing; the "
+                    f"policy.tokenizer.chat_template_kwargs.{name}: the chat template does not read it, so "
+                    "that it would do nothing; the "
                     f"template begins {self.text[:60]!r}. Fix: remove it, or correct its name"
                 )
         # A value of the call hides the function of the same name that transformers gives every template.
@@ -120,7 +121,8 @@ class ChatTemplate:
             given = sum(len(str(each)) for each in (*messages, *tools))
             if len(text) > _FREE_CHARACTERS + _CHARACTERS_A_CHARACTER * given:
                 raise RecordError(
-                    f"{origin}: policy.tokenizer.chat_template writes {len(text)} characters for messages and tools of {given}; it begins "
+                    f"{origin}: policy.tokenizer.chat_template writes {len(text)} characters for messages "
+                    f"and tools of {given}; it begins "
                     f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
                 )
         return text
@@ -146,25 +148,32 @@ class ChatTemplate:
             return self._call(given, tools, options)
         except OutOfTimeError:
             raise RecordError(
-                f"{origin}: policy.tokenizer.chat_template took more than {RENDER_SECONDS:g} s for {len(given)} messages; it begins "
+                f"{origin}: policy.tokenizer.chat_template took more than {RENDER_SECONDS:g} s for "
+                f"{len(given)} messages; it begins "
                 f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
             ) from None
         # A template is a program, and may fail in whatever way it does.
         except (Exception, MemoryError) as error:
             where = self._failing_turn(given, tools, options) if len(given) > 1 else ""
             raise RecordError(
-                f"{origin}: policy.tokenizer.chat_template cannot be applied{where} ({type(error).__name__}: {error}); it begins "
-                f"{self.text[:60]!r}. Fix: correct the template or the record, or write null to join the messages as they are"
+                f"{origin}: policy.tokenizer.chat_template cannot be applied{where} "
+                f"({type(error).__name__}: {error}); it begins "
+                f"{self.text[:60]!r}. Fix: correct the template or the record, or write null to join the "
+                "messages as they are"
             ) from error
 
-    def _call(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Any:
+    def _call(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Any:
         further = {"tools": [dict(tool) for tool in tools]} if tools else {}
         with _bounded():
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], **options, **further, **self._clock, **self._values
             )
 
-    def _failing_turn(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    def _failing_turn(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
         """Name the turn that a template fails at: the first one after the most turns that it can be applied
         to."""
         place = len(messages) - 1
@@ -252,12 +261,18 @@ class ChatTemplate:
             if last:
                 # Command A closes a response and then the turn; Phi ends the turn and then, where none
                 # follows, the text.
-                shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False))
+                shared = itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False)
+                )
                 last = [token for token, _ in shared] or last[:1]
             else:
                 # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop
                 # at.
-                last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
+                last = [
+                    token
+                    for token in self._specials_after(between)[:1]
+                    if self._follows_directly(between, token)
+                ]
         last = last[-1:]
         call = self._probe(self.call_of(PROBE))
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
@@ -306,7 +321,10 @@ class ChatTemplate:
 
 
 def _call_turn(arguments: Any, names: Sequence[tuple[str, str]] = ((_NAME, _IDENTIFIER),)) -> dict[str, Any]:
-    calls = [{"id": number, "type": "function", "function": {"name": name, "arguments": arguments}} for name, number in names]
+    calls = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, number in names
+    ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

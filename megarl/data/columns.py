@@ -63,7 +63,10 @@ _WANTED = {
     Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
     Kind.PAIRS: (
         "a prompt with two answers nor two conversations",
-        "chosen_key and rejected_key with the names of the fields, and prompt_key unless both hold whole conversations",
+        (
+            "chosen_key and rejected_key with the names of the fields, and prompt_key unless both hold whole "
+            "conversations"
+        ),
         "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
     ),
 }
@@ -87,12 +90,19 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         for reading in readings:
             texts.append(" ".join(f"{key}={_in_words(value)}" for key, value in reading.items()))
         ways = "; or ".join(texts)
-        raise DataError(f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}")
+        raise DataError(
+            f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}"
+        )
     if not readings:
-        header = ", as the first line says" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""
+        header = (
+            ", as the first line says"
+            if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv")
+            else ""
+        )
         wanted, advice, _ = _WANTED[kind]
         raise DataError(
-            f"{source_name(source)}: by their usual names, its columns ({columns}{header}) hold neither {wanted}. Fix: write {advice}"
+            f"{source_name(source)}: by their usual names, its columns ({columns}{header}) hold neither "
+            f"{wanted}. Fix: write {advice}"
         )
     [found] = readings
     found |= dict(_beside(row, source, found, origin))
@@ -100,7 +110,9 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         found = {"name": "gsm8k"}
     cast(Any, source).update(found)
     meaning = {**_MEANING, "answer_key": kind.value}
-    said = ", ".join(f"{meaning[key]} from {', '.join(map(repr, fields_of_key(value)))}" for key, value in found.items())
+    said = ", ".join(
+        f"{meaning[key]} from {', '.join(map(repr, fields_of_key(value)))}" for key, value in found.items()
+    )
     logger.info("%s: %s", source_name(source), said)
 
 
@@ -117,7 +129,9 @@ def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tu
             require_object(row, _WANTED[kind][-1], origin)
         if isinstance(row, Mapping):
             return origin, row
-    raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
+    raise DataError(
+        f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records"
+    )
 
 
 def _in_words(value: str | Sequence[str]) -> str:
@@ -134,10 +148,16 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
     answers = list(_answers(row, kind)) if own_answer is None else [own_answer]
     if own_prompt is None:
         yield from _conversations(row, own_answer, answers, kind)
-    yield from ({"prompt_key": prompt, "answer_key": answer} for prompt, answer in itertools.product(prompts, answers) if prompt != answer)
+    yield from (
+        {"prompt_key": prompt, "answer_key": answer}
+        for prompt, answer in itertools.product(prompts, answers)
+        if prompt != answer
+    )
 
 
-def _conversations(row: Mapping[str, Any], own_answer: Any, answers: Sequence[Any], kind: Kind) -> Iterator[Reading]:
+def _conversations(
+    row: Mapping[str, Any], own_answer: Any, answers: Sequence[Any], kind: Kind
+) -> Iterator[Reading]:
     for name in (*_CONVERSATIONS, "text"):
         if _roles(row.get(name))[-1:] != ["assistant"]:
             continue
@@ -150,7 +170,9 @@ def _conversations(row: Mapping[str, Any], own_answer: Any, answers: Sequence[An
 def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
     for usual in _PAIRS:
         chosen, rejected = (source.get(key) or name for key, name in zip(PAIR_KEYS, usual, strict=True))
-        if not all(name in row or source.get(key) for key, name in zip(PAIR_KEYS, (chosen, rejected), strict=True)):
+        if not all(
+            name in row or source.get(key) for key, name in zip(PAIR_KEYS, (chosen, rejected), strict=True)
+        ):
             continue
         reading = {"chosen_key": chosen, "rejected_key": rejected}
         # a prompt beside whole conversations says nothing new, and may be only a part of what they begin with
@@ -168,10 +190,18 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         names.append("input")
     if kind is Kind.REFERENCES:
         names += [
-            name for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list")) if {name, of_set} <= row.keys()
+            name
+            for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
+            if {name, of_set} <= row.keys()
         ]
     for name in names:
-        behind = ["input", "context"] if name == "instruction" else ["starter_code"] if kind is Kind.REFERENCES else []
+        behind = (
+            ["input", "context"]
+            if name == "instruction"
+            else ["starter_code"]
+            if kind is Kind.REFERENCES
+            else []
+        )
         parts = [name, *(each for each in behind if isinstance(row.get(each), str | None) and each in row)]
         yield parts if len(parts) > 1 else name
         if isinstance(row.get("context"), str) and "context" not in parts:
@@ -205,7 +235,9 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in found if row[name] is not None] or found
 
 
-def _beside(row: Mapping[str, Any], source: DataSource, found: Reading, origin: str) -> Iterator[tuple[str, Any]]:
+def _beside(
+    row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
+) -> Iterator[tuple[str, Any]]:
     """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's
     rewards."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
@@ -217,7 +249,11 @@ def _beside(row: Mapping[str, Any], source: DataSource, found: Reading, origin: 
         tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
         yield from (("tools_key", name) for name in tools[:1])
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
-        extra = [name for name, form in (("data_source", str), ("extra_info", Mapping)) if isinstance(row.get(name), form)]
+        extra = [
+            name
+            for name, form in (("data_source", str), ("extra_info", Mapping))
+            if isinstance(row.get(name), form)
+        ]
         if extra:
             yield "extra_keys", extra
 

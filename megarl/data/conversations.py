@@ -70,7 +70,9 @@ class ConversationEncoder:
     stop_tokens: frozenset[int]
     leading_tokens: Sequence[int] = ()
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> EncodedConversation:
+    def encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+    ) -> EncodedConversation:
         """Return the tokens of a conversation and the spans that the assistant says.
 
         Where the template has ``{% generation %}`` marks, these say what is learned.
@@ -126,13 +128,17 @@ class ConversationEncoder:
         assert isinstance(token, int)
         return token
 
-    def _tokens_of_turn(self, whole: _Whole, text: _TokenizedText, place: int, start: int) -> tuple[int, int, int]:
+    def _tokens_of_turn(
+        self, whole: _Whole, text: _TokenizedText, place: int, start: int
+    ) -> tuple[int, int, int]:
         """Return first and last but one token of a turn, and where its text ends."""
         first = text.first_token_saying(whole.text, start)
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
         if said > bound:
-            raise whole.fault(place, "is written again after the next message, so that its end cannot be told")
+            raise whole.fault(
+                place, "is written again after the next message, so that its end cannot be told"
+            )
         stops = self._all_stops
         token = text.first_token_from(said)
         while token < len(text.ids) and text.starts[token] < bound:
@@ -144,28 +150,40 @@ class ConversationEncoder:
         return first, text.last_token_up_to(end), end
 
     def _by_marks(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str, spoken: Sequence[int]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        origin: str,
+        spoken: Sequence[int],
     ) -> EncodedConversation:
         ids, mask = self.template.encode_marked(messages, tools, origin)
         spans = list(_runs_of_ones(mask))
         if not spans or len(spans) > len(spoken) or spans[0][0] == 0:
             raise RecordError(
-                f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the chat template {len(spans)} were "
+                f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the "
+                f"chat template {len(spans)} were "
                 "found. Fix: correct the marks {% generation %} of policy.tokenizer.chat_template"
             )
         texts = [self.tokenizer.decode(ids[start:end], skip_special_tokens=False) for start, end in spans]
         dropped = 0
         if len(spans) == len(spoken):
-            dropped = sum(not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True))
+            dropped = sum(
+                not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True)
+            )
         elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
             raise RecordError(
-                f"{origin}: the chat template marks {len(spans)} texts, the conversation has {len(spoken)} turns of the assistant, and not "
-                f"all of these texts are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} "
+                f"{origin}: the chat template marks {len(spans)} texts, the conversation has {len(spoken)} "
+                "turns of the assistant, and not "
+                f"all of these texts are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct "
+                "the marks {% generation %} "
                 "of policy.tokenizer.chat_template"
             )
         # Marks are often put around the content alone, and a model that never learns the end of a turn does
         # not stop.
-        ends = [end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops) for _, end in spans]
+        ends = [
+            end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops)
+            for _, end in spans
+        ]
         spans = [(start, end) for (start, _), end in zip(spans, ends, strict=True)]
         return EncodedConversation(ids, spans, dropped)
 
@@ -193,8 +211,10 @@ def _check_spans(spans: Sequence[tuple[int, int]], origin: str) -> None:
     for number, (start, end) in enumerate(spans, 1):
         if not before <= start < end:
             raise RecordError(
-                f"{origin}: the assistant's turn {number} of {len(spans)} has no tokens of its own in the text of the chat template. "
-                "Fix: give policy.tokenizer.chat_template a template that writes it, or take the turn out of the record"
+                f"{origin}: the assistant's turn {number} of {len(spans)} has no tokens of its own in the "
+                "text of the chat template. "
+                "Fix: give policy.tokenizer.chat_template a template that writes it, or take the turn out "
+                "of the record"
             )
         before = end
 
@@ -237,7 +257,8 @@ class _TokenizedText:
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
-                f"{origin}: the tokens of the conversation do not decode to its text, and this tokenizer tells no offsets, so that it "
+                f"{origin}: the tokens of the conversation do not decode to its text, and this tokenizer "
+                "tells no offsets, so that it "
                 "cannot be told which tokens the assistant says. Fix: use a fast tokenizer (tokenizer.json)"
             )
         return cls(ids, [0, *ends[:-1]], ends)
@@ -264,7 +285,13 @@ class _TokenizedText:
 class _Whole:
     """The text of a whole conversation, and where its messages lie in it."""
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        origin: str,
+    ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
         self.text = self._render(messages)
         self._around_marks: dict[int, tuple[str, str] | None] = {}
@@ -292,7 +319,9 @@ class _Whole:
         after = self._end_of_content(place - 1)
         marked = self._render([*self.messages[: place - 1], self._with_mark(place - 1)], for_generation=True)
         if after is None or self._mark not in marked:
-            raise self.fault(place, "is written in another way when others follow, so that its tokens cannot be told")
+            raise self.fault(
+                place, "is written in another way when others follow, so that its tokens cannot be told"
+            )
         header = marked.rpartition(self._mark)[2]
         shared = _shared_length(self.text[after:], header)
         if shared < len(header):
@@ -318,11 +347,18 @@ class _Whole:
             header = header[: opened.end() - len(opened[0].lstrip())]
         other = self._with_mark(place)
         if other.get("tool_calls"):
-            other = {**other, "tool_calls": [with_arguments(call, {"key": self._mark}) for call in other["tool_calls"]]}
+            other = {
+                **other,
+                "tool_calls": [with_arguments(call, {"key": self._mark}) for call in other["tool_calls"]],
+            }
         between = self.text[after : _shared_length(self.text, self._text_with(place, other))]
         if header == prompt or not header.strip() or between.count(header) != 1:
             raise self.fault(
-                place, f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows {expected[-_SHOWN:]!r}"
+                place,
+                (
+                    f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows "
+                    f"{expected[-_SHOWN:]!r}"
+                ),
             )
         return after + between.index(header) + len(header)
 
@@ -340,7 +376,9 @@ class _Whole:
             raise self.fault(place, "is not written by the template, or in another way when others follow")
         around = self._around_marks.get(place)
         if around is not None and self._mark in around[0]:
-            raise self.fault(place, "is written more than once by the template, so that its end cannot be told")
+            raise self.fault(
+                place, "is written more than once by the template, so that its end cannot be told"
+            )
         return found
 
     def start_of_content(self, place: int) -> int:
@@ -368,7 +406,9 @@ class _Whole:
         if found is not None:
             return found + len(self.messages[place]["content"])
         around = self._around_mark(place)
-        return len(self.text) - len(around[1]) if around is not None and self.text.endswith(around[1]) else None
+        return (
+            len(self.text) - len(around[1]) if around is not None and self.text.endswith(around[1]) else None
+        )
 
     def _only_place_of(self, place: int) -> int | None:
         """Return where a message's content begins if it is in the text once, so that no further rendering is
@@ -383,7 +423,9 @@ class _Whole:
     def _end_of_calls(self, place: int) -> int | None:
         """Return where the text of tool calls that a changed last argument leaves as it is begins."""
         *calls, last = self.messages[place]["tool_calls"]
-        marked = self._text_with(place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]})
+        marked = self._text_with(
+            place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]}
+        )
         if marked.count(self._mark) != 1:
             return None
         behind = marked.rpartition(self._mark)[2]
@@ -411,8 +453,10 @@ class _Whole:
 
 def _fault(origin: str, place: int, turns: int, what: str) -> RecordError:
     return RecordError(
-        f"{origin}: turn {place + 1} of {turns}, the assistant's, {what}. Fix: give policy.tokenizer.chat_template a template that writes "
-        "it, or one that marks what the assistant says by {% generation %}, or leave such records out by data.on_bad_record=skip"
+        f"{origin}: turn {place + 1} of {turns}, the assistant's, {what}. Fix: give "
+        "policy.tokenizer.chat_template a template that writes "
+        "it, or one that marks what the assistant says by {% generation %}, or leave such records out by "
+        "data.on_bad_record=skip"
     )
 
 
@@ -432,7 +476,9 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
     message, written = messages[place], _joined(text)
     visible = visible_text(message)
     if _joined(visible) not in written:
-        raise _fault(origin, place, len(messages), f"says {visible[:_SHOWN]!r}, and the template does not write it")
+        raise _fault(
+            origin, place, len(messages), f"says {visible[:_SHOWN]!r}, and the template does not write it"
+        )
     for name, values in _calls_of(message):
         missing = next((each for each in (name, *values) if not _is_written(each, written)), None)
         if missing is not None:
@@ -443,7 +489,12 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
     if _joined(reasoning) in written:
         return True
     if not any(each["role"] == "user" for each in messages[place:]):
-        raise _fault(origin, place, len(messages), f"reasons {reasoning.strip()[:_SHOWN]!r}, and the template leaves it out")
+        raise _fault(
+            origin,
+            place,
+            len(messages),
+            f"reasons {reasoning.strip()[:_SHOWN]!r}, and the template leaves it out",
+        )
     return False
 
 

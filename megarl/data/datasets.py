@@ -49,7 +49,14 @@ _MOST_IN_MEMORY = 8 * 2**20
 _FORM = 6
 """Number of the form of a kept table; a table of another form is made again."""
 
-_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
+_COLUMNS = {
+    "prompt": "int32",
+    "answer": "int32",
+    "text": "uint8",
+    "targets": "int32",
+    "fields": "uint8",
+    "chat": "uint8",
+}
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
@@ -143,7 +150,9 @@ class Examples(Sequence[Example]):
         further = json.loads(fields.tobytes()) if len(fields) else {}
         record = index // self._of_record
         ids = tuple(prompt.tolist()), tuple(answer.tolist())
-        return Example(record, *ids, text.tobytes().decode(), learned, env_name, further, is_chat=bool(len(chat)))
+        return Example(
+            record, *ids, text.tobytes().decode(), learned, env_name, further, is_chat=bool(len(chat))
+        )
 
     def origin(self, place: int) -> tuple[int, int]:
         """Number of the source that an example comes from, and its place among the examples of that source,
@@ -171,7 +180,9 @@ class Examples(Sequence[Example]):
         """Tokens of each example, [examples] int64."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         lengths = [sum(table.columns[name].lengths for name in columns) for table, _, _ in self._parts]
-        return np.concatenate([np.tile(each, repeat) for each, (_, repeat, _) in zip(lengths, self._parts, strict=True)])
+        return np.concatenate(
+            [np.tile(each, repeat) for each, (_, repeat, _) in zip(lengths, self._parts, strict=True)]
+        )
 
     def largest_token(self, with_answers: bool) -> int:
         """The largest token id; -1 where there are no tokens."""
@@ -183,7 +194,10 @@ class Examples(Sequence[Example]):
         one."""
         first = 0
         for table, repeat, _ in self._parts:
-            found = [_first_row(table.columns[name], tokens) for name in (("prompt", "answer") if with_answers else ("prompt",))]
+            found = [
+                _first_row(table.columns[name], tokens)
+                for name in (("prompt", "answer") if with_answers else ("prompt",))
+            ]
             if any(found):
                 row, token = min(each for each in found if each is not None)
                 return self[first + row], token
@@ -269,7 +283,9 @@ class Reading:
         """Return the encoder for the records of a source that names an environment."""
         templates = self.config.get("prompt_template"), self.config.get("system_prompt")
         tools = self.tools.get(env_name, ())
-        return PromptEncoder(self.tokenizer, *templates, self.template_kwargs, self.stop_tokens, self.template_date, tools)
+        return PromptEncoder(
+            self.tokenizer, *templates, self.template_kwargs, self.stop_tokens, self.template_date, tools
+        )
 
     @property
     def skips_bad_records(self) -> bool:
@@ -298,7 +314,9 @@ class Reading:
         find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
         if not self.names_environments:
             return lambda answer, fields: find(answer)
-        return lambda answer, fields: find(answer, env_name or fields.get("env_name") or fields.get("task_name"))
+        return lambda answer, fields: find(
+            answer, env_name or fields.get("env_name") or fields.get("task_name")
+        )
 
 
 def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
@@ -318,7 +336,10 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
             tables.append(_read_source(source, reading, shown))
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
-    parts = [(table, source.get("repeat") or 1, source.get("env_name")) for table, source in zip(tables, given, strict=True)]
+    parts = [
+        (table, source.get("repeat") or 1, source.get("env_name"))
+        for table, source in zip(tables, given, strict=True)
+    ]
     ranges, start = [], 0
     for source, (table, repeat, env_name) in zip(given, parts, strict=True):
         end = start + len(table) // reading.of_record * repeat
@@ -365,11 +386,17 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
         DataError: they have to be checked, and some are of no use.
     """
     # a mark says that the answers have been checked, and can be used
-    mark = table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}" if table.directory is not None else None
+    mark = (
+        table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}"
+        if table.directory is not None
+        else None
+    )
     if doubts is None:
         if mark is not None and mark.exists():
             return mark.read_text(encoding="utf-8")
-        doubts = _judged(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source)
+        doubts = _judged(
+            Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source
+        )
     if mark is not None:
         # a cache that others have made may be closed to writing: then the answers are checked at every start
         with contextlib.suppress(OSError):
@@ -394,21 +421,39 @@ def bound_cache(config: DataConfig) -> None:
         return
     removed = bound_tables(cache_directory(config), most * 2**30)
     if removed:
-        logger.info("data.cache_gib = %g: removed %d tables that were not used for the longest", most, len(removed))
+        logger.info(
+            "data.cache_gib = %g: removed %d tables that were not used for the longest", most, len(removed)
+        )
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
     """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the
     stored bytes of the source."""
-    fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
+    fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {
+        "set": set_module(source)
+    }
     if reading.pairs:
         fields |= {key: source.get(key) for key in PAIR_KEYS}
-    limits: list[Any] = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
+    limits: list[Any] = [
+        reading.config["max_input_seq_length"],
+        bool(reading.config.get("filter_overlong_prompts")),
+        reading.with_answers,
+    ]
     if reading.skips_bad_records:
         # What is skipped depends on what checks the answers.
         limits += ["skip", reading.judge]
     # what another user has made is not trusted, and is in nobody's way
-    return _digest([os.geteuid(), _FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])
+    return _digest(
+        [
+            os.geteuid(),
+            _FORM,
+            fields,
+            limits,
+            _tokenizer_identity(reading.tokenizer),
+            encoder.identity,
+            digest,
+        ]
+    )
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -418,11 +463,18 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     # A fixed bug of these libraries changes tokens without changing the tokenizer's files.
     installed = [env.installed_version(package) for package in ("transformers", "tokenizers")]
-    return [type(tokenizer).__name__, hashlib.blake2b(content.encode(), digest_size=16).hexdigest(), names, installed]
+    return [
+        type(tokenizer).__name__,
+        hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        names,
+        installed,
+    ]
 
 
 def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16
+    ).hexdigest()
 
 
 @dataclass(slots=True)
@@ -454,8 +506,22 @@ class _Tokenization:
         shown: counts the records.
     """
 
-    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path, digest: str, shown: Phase) -> None:
-        self._source, self._reading, self._encoder, self._digest, self._shown = source, reading, encoder, digest, shown
+    def __init__(
+        self,
+        source: DataSource,
+        reading: Reading,
+        encoder: PromptEncoder,
+        directory: Path,
+        digest: str,
+        shown: Phase,
+    ) -> None:
+        self._source, self._reading, self._encoder, self._digest, self._shown = (
+            source,
+            reading,
+            encoder,
+            digest,
+            shown,
+        )
         self._tokenizer = reading.tokenizer
         self._limit = reading.config["max_input_seq_length"]
         self._filters = bool(reading.config.get("filter_overlong_prompts"))
@@ -466,7 +532,12 @@ class _Tokenization:
         self._seen = self._seen_bad = self._kept = self._longest = 0
         self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
-        self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
+        self._empty, self._long, self._useless, self._controlled = (
+            _Offenders(),
+            _Offenders(),
+            _Offenders(),
+            _Offenders(),
+        )
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
         self._equal, self._silent = _Offenders(), _Offenders()
         self._bad, self._unreasoned, self._doubtful = _Offenders(), _Offenders(), _Offenders()
@@ -477,10 +548,17 @@ class _Tokenization:
         """The table; on a refusal nothing of it is left."""
         try:
             self._read()
-            return self._writer.finish({"fingerprint": self._fingerprint.hexdigest(), "largest": self._largest, "notes": self._notes()})
+            return self._writer.finish(
+                {
+                    "fingerprint": self._fingerprint.hexdigest(),
+                    "largest": self._largest,
+                    "notes": self._notes(),
+                }
+            )
         except OSError as error:
             raise DataError(
-                f"data.cache_dir: the tokenized records cannot be written: {error}. Fix: give data.cache_dir a directory of your own with "
+                f"data.cache_dir: the tokenized records cannot be written: {error}. Fix: give "
+                "data.cache_dir a directory of your own with "
                 "more space"
             ) from error
         finally:
@@ -546,12 +624,17 @@ class _Tokenization:
             self._add_record(made[first : first + of_record], rows)
         self._writer.append(rows)
 
-    def _add_record(self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]) -> None:
+    def _add_record(
+        self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]
+    ) -> None:
         """Add what a record made, one example or those of both answers of a pair, or nothing of it."""
         place, self._seen = self._seen, self._seen + 1
         record, text, (prompt, _, targets) = made[0]
         where = f"index {place} ({record.origin})"
-        length = max(len(prompt) + (len(answer) if self._reading.with_answers else 0) for _, _, (prompt, answer, _) in made)
+        length = max(
+            len(prompt) + (len(answer) if self._reading.with_answers else 0)
+            for _, _, (prompt, answer, _) in made
+        )
         self._longest = max(self._longest, length)
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
@@ -572,12 +655,16 @@ class _Tokenization:
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
             chat = b"" if isinstance(record.prompt, str) else b"\1"
-            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets, fields, chat), strict=True):
+            for name, value in zip(
+                _COLUMNS, (prompt, answer, record.answer.encode(), targets, fields, chat), strict=True
+            ):
                 rows[name].append(value)
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
 
-    def _fault_of(self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int, where: str) -> tuple[_Offenders, str | None]:
+    def _fault_of(
+        self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int, where: str
+    ) -> tuple[_Offenders, str | None]:
         """Return why a record is of no use, None where it is not, and where such records are counted."""
         record, _, (prompt, _, _) = made[0]
         if not length or not prompt:
@@ -657,7 +744,8 @@ class _Tokenization:
         (better, _, (prompt, chosen, spoken)), (_, _, (other_prompt, rejected, other_spoken)) = made
         if prompt != other_prompt:
             raise DataError(
-                f"{better.origin}: the chat template writes what is before the last turn in another way for the other answer. Fix: give "
+                f"{better.origin}: the chat template writes what is before the last turn in another way for "
+                "the other answer. Fix: give "
                 "policy.tokenizer.chat_template a template that does not"
             )
         return f"{better.answer[:60]!r}" if (chosen, spoken) == (rejected, other_spoken) else None
@@ -679,34 +767,50 @@ class _Tokenization:
         """Refuse records without tokens and records longer than the limit; none is dropped or cut in
         silence."""
         _refuse_useless(self._useless, self._seen, self._source)
-        what = "pairs" if self._reading.pairs else "prompts with answers" if self._reading.with_answers else "prompts"
+        what = (
+            "pairs"
+            if self._reading.pairs
+            else "prompts with answers"
+            if self._reading.with_answers
+            else "prompts"
+        )
         if self._empty.count:
             fix = "remove them"
             if self._empty.count == self._seen > 1:
-                fix = "give policy.tokenizer.chat_template a template that writes the messages, where the records have some"
+                fix = (
+                    "give policy.tokenizer.chat_template a template that writes the messages, where the "
+                    "records have some"
+                )
             raise DataError(
-                f"{source_name(self._source)}: {self._empty.count} of {self._seen} {what} have no tokens, at least 1 is needed. "
+                f"{source_name(self._source)}: {self._empty.count} of {self._seen} {what} have no tokens, "
+                "at least 1 is needed. "
                 f"Fix: {fix}. They are: {self._empty}"
             )
         if self._equal.count:
             raise DataError(
-                f"{self._equal.count} of {self._seen} pairs have two answers with the same tokens, so that nothing is preferred. "
+                f"{self._equal.count} of {self._seen} pairs have two answers with the same tokens, so that "
+                "nothing is preferred. "
                 f"Fix: correct or remove them. They are: {self._equal}"
             )
         if self._long.count and not self._filters:
             raise DataError(
-                f"{self._long.count} of {self._seen} {what} exceed data.max_input_seq_length = {self._limit}. Fix: raise it to "
-                f"{self._longest_in_words()}, remove those records, or set data.filter_overlong_prompts=true. They are: {self._long}"
+                f"{self._long.count} of {self._seen} {what} exceed data.max_input_seq_length = "
+                f"{self._limit}. Fix: raise it to "
+                f"{self._longest_in_words()}, remove those records, or set "
+                f"data.filter_overlong_prompts=true. They are: {self._long}"
             )
         if not self._kept and self._bad.count:
             raise DataError(
-                f"{source_name(self._source)}: data.on_bad_record = 'skip' leaves none of {self._seen + self._seen_bad} records. They "
+                f"{source_name(self._source)}: data.on_bad_record = 'skip' leaves none of "
+                f"{self._seen + self._seen_bad} records. They "
                 f"are: {self._bad}"
             )
         if not self._kept:
             raise DataError(
-                f"{source_name(self._source)}: all {self._seen} {what} exceed data.max_input_seq_length = {self._limit}, and "
-                f"data.filter_overlong_prompts leaves none. Fix: raise the limit; the longest has {self._longest_in_words()} tokens"
+                f"{source_name(self._source)}: all {self._seen} {what} exceed data.max_input_seq_length = "
+                f"{self._limit}, and "
+                "data.filter_overlong_prompts leaves none. Fix: raise the limit; the longest has "
+                f"{self._longest_in_words()} tokens"
             )
 
     def _longest_in_words(self) -> str:
@@ -716,38 +820,54 @@ class _Tokenization:
     def _notes(self) -> list[str]:
         share = 100 * self._long.count / max(self._seen, 1)
         notes = (
-            (self._bad, f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are used: {self._bad}"),
+            (
+                self._bad,
+                (
+                    f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are "
+                    f"used: {self._bad}"
+                ),
+            ),
             (
                 self._unreasoned,
-                f"the chat template leaves earlier reasoning out of {self._unreasoned.count} of {self._seen} records, as it does when the "
-                f"model generates, so that this reasoning is not learned: {self._unreasoned}. Split such records at the user's turns to "
+                f"the chat template leaves earlier reasoning out of {self._unreasoned.count} of "
+                f"{self._seen} records, as it does when the "
+                f"model generates, so that this reasoning is not learned: {self._unreasoned}. Split such "
+                "records at the user's turns to "
                 "learn it",
             ),
             (
                 self._long,
-                f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed data.max_input_seq_length = "
+                f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed "
+                "data.max_input_seq_length = "
                 f"{self._limit}; the longest has {self._longest_in_words()} tokens",
             ),
             (
                 self._unwritten,
-                f"policy.tokenizer.chat_template leaves turns out of {self._unwritten.count} of {self._seen} records, so that the model "
-                f"never sees them: {self._unwritten}. Give it a template that writes them, or take them out of the records",
+                f"policy.tokenizer.chat_template leaves turns out of {self._unwritten.count} of "
+                f"{self._seen} records, so that the model "
+                f"never sees them: {self._unwritten}. Give it a template that writes them, or take them out "
+                "of the records",
             ),
             (
                 self._unlearned,
-                f"the marks {{% generation %}} of policy.tokenizer.chat_template leave turns of the assistant out of "
-                f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: {self._unlearned}. Mark all "
+                "the marks {% generation %} of policy.tokenizer.chat_template leave turns of the "
+                "assistant out of "
+                f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: "
+                f"{self._unlearned}. Mark all "
                 "of them, where that is not meant",
             ),
             (
                 self._silent,
-                f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end is learned: "
+                f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end is "
+                "learned: "
                 f"{self._silent}. Take these pairs out where that is not meant",
             ),
             (
                 self._controlled,
-                f"{self._controlled.count} of {self._seen} prompts have a control token of the tokenizer in their text, which it reads as "
-                f"such; the first: {''.join(self._controlled.shown[:1])}. Take it out where it is meant as text",
+                f"{self._controlled.count} of {self._seen} prompts have a control token of the tokenizer in "
+                "their text, which it reads as "
+                f"such; the first: {''.join(self._controlled.shown[:1])}. Take it out where it is meant as "
+                "text",
             ),
         )
         return [text for found, text in notes if found.count]
@@ -761,15 +881,23 @@ def _weights(record: Record) -> list[bool]:
         RecordError: a weight is neither 0 nor 1, or all are 0.
     """
     assert record.last is not None
-    turns = [turn for turn in (*record.prompt, record.last) if not isinstance(turn, str) and turn["role"] == "assistant"]
+    turns = [
+        turn
+        for turn in (*record.prompt, record.last)
+        if not isinstance(turn, str) and turn["role"] == "assistant"
+    ]
     given = [turn.get("weight") for turn in turns]
     wrong = next((weight for weight in given if weight not in (None, 0, 1)), None)
     if wrong is not None:
         raise RecordError(
-            f"{record.origin}: a message has weight = {wrong!r}. Fix: write 1 for a turn that is learned, 0 for one that is not"
+            f"{record.origin}: a message has weight = {wrong!r}. Fix: write 1 for a turn that is learned, 0 "
+            "for one that is not"
         )
     if not any(weight != 0 for weight in given):
-        raise RecordError(f"{record.origin}: every turn of the assistant has weight 0, and nothing is learned. Fix: take the record out")
+        raise RecordError(
+            f"{record.origin}: every turn of the assistant has weight 0, and nothing is learned. Fix: take "
+            "the record out"
+        )
     return [weight != 0 for weight in given]
 
 
@@ -785,8 +913,10 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
         return targets
     if len(targets) != len(weights):
         raise RecordError(
-            f"{record.origin}: {weights.count(False)} turns of the assistant have weight 0, and the chat template marks {len(targets)} "
-            f"texts where there are {len(weights)} turns. Fix: mark each turn in policy.tokenizer.chat_template, or take the weights out"
+            f"{record.origin}: {weights.count(False)} turns of the assistant have weight 0, and the chat "
+            f"template marks {len(targets)} "
+            f"texts where there are {len(weights)} turns. Fix: mark each turn in "
+            "policy.tokenizer.chat_template, or take the weights out"
         )
     return [span for span, learned in zip(targets, weights, strict=True) if learned]
 
@@ -811,7 +941,11 @@ def _characters(record: Record) -> int:
     return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
-def _judged(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None, source: DataSource) -> str:
+def _judged(
+    examples: Examples,
+    find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None,
+    source: DataSource,
+) -> str:
     """Judge the answers of a table, and return the doubts about them."""
     useless, doubtful = _Offenders(), _Offenders()
     for example in examples:
@@ -827,17 +961,26 @@ def _judged(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | D
 def _in_words(doubtful: _Offenders, seen: int) -> str:
     if not doubtful.count:
         return ""
-    return f"{doubtful.count} of {seen} reference answers leave a way to a reward without solving the task: {doubtful}"
+    return (
+        f"{doubtful.count} of {seen} reference answers leave a way to a reward without solving the task: "
+        f"{doubtful}"
+    )
 
 
 def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
     if useless.count:
         known = named_set(source)
-        key = known.answer_key if known is not None else source.get("answer_key") or source.get("messages_key") or ""
+        key = (
+            known.answer_key
+            if known is not None
+            else source.get("answer_key") or source.get("messages_key") or ""
+        )
         fields = ", ".join(map(repr, fields_of_key(key)))
         raise DataError(
-            f"{source_name(source)}: {useless.count} of {seen} reference answers are of no use to env.reward: every answer to those "
-            f"prompts would be wrong. Fix: correct {fields} of these records, or remove them. They are: {useless}"
+            f"{source_name(source)}: {useless.count} of {seen} reference answers are of no use to "
+            "env.reward: every answer to those "
+            f"prompts would be wrong. Fix: correct {fields} of these records, or remove them. They are: "
+            f"{useless}"
         )
 
 

@@ -39,7 +39,10 @@ def as_messages(value: Any, key: str, origin: str) -> Any:
     if not isinstance(value, list):
         return value
     pending: list[str] = []
-    return [_message(each, key, place, origin, pending) if isinstance(each, Mapping) else each for place, each in enumerate(value)]
+    return [
+        _message(each, key, place, origin, pending) if isinstance(each, Mapping) else each
+        for place, each in enumerate(value)
+    ]
 
 
 def as_prompt(value: Any, key: str, origin: str) -> Any:
@@ -68,7 +71,11 @@ def messages_in_json(text: str) -> list[Any] | None:
 
 def are_messages(value: Any) -> bool:
     """Return True if a value is a list of objects that each name a role."""
-    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and role_of(each) is not None for each in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, Mapping) and role_of(each) is not None for each in value)
+    )
 
 
 def role_of(message: Mapping[str, Any]) -> str | None:
@@ -84,17 +91,25 @@ def advice_for_text(text: str) -> str:
     """Return what to write in place of a text in which no messages were found."""
     if _PYTHON_LIST.match(text):
         return "the text is Python's print of a list, not JSON: write json.dumps(messages)"
-    return "write [{'role': 'user', 'content': '...'}, ...], also as JSON text; an answer that is plain text needs prompt_key as well"
+    return (
+        "write [{'role': 'user', 'content': '...'}, ...], also as JSON text; an answer that is plain "
+        "text needs prompt_key as well"
+    )
 
 
 def _messages_in_transcript(text: str) -> list[dict[str, str]] | None:
     begin, *parts = _SPEAKER.split(text)
     if begin.strip() or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
         return None
-    return [{"role": _ROLES[role.lower()], "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        {"role": _ROLES[role.lower()], "content": said.strip()}
+        for role, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
-def _message(given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]) -> dict[str, Any]:
+def _message(
+    given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]
+) -> dict[str, Any]:
     """Return one message; ``pending`` holds the ids of converted calls that no message has answered yet."""
     where = f"{origin}: {key}[{place}]"
     message = dict(given)
@@ -140,7 +155,8 @@ def _tool_call(call: Any, place: int, number: int, where: str) -> dict[str, Any]
 
 def _no_call(call: Any, where: str) -> RecordError:
     return RecordError(
-        f"{where}: {repr(call)[:80]} is no function call. Fix: write {{'name': '...', 'arguments': {{...}}}}, as JSON where it is text"
+        f"{where}: {repr(call)[:80]} is no function call. Fix: write {{'name': '...', 'arguments': "
+        "{...}}, as JSON where it is text"
     )
 
 
@@ -151,7 +167,8 @@ def _text_of_parts(parts: Sequence[Any], where: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if not is_text or not isinstance(text, str):
             raise RecordError(
-                f"{where} has the content part {repr(part)[:60]}, which is no text, and only text is read. Fix: write the content as "
+                f"{where} has the content part {repr(part)[:60]}, which is no text, and only text is read. "
+                "Fix: write the content as "
                 "text, or leave such records out with data.on_bad_record=skip"
             )
         texts.append(text)

@@ -17,7 +17,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat_template import ASKED, FOLLOWING, PROBE, REASONED, ChatMessage, ChatTemplate, special_ids
+from megarl.data.chat_template import (
+    ASKED,
+    FOLLOWING,
+    PROBE,
+    REASONED,
+    ChatMessage,
+    ChatTemplate,
+    special_ids,
+)
 from megarl.data.tokenization import text_encoder
 from megarl.errors import DataError, RecordError
 
@@ -49,7 +57,9 @@ class ObservationEncoder:
     stop_token_ids: Collection[int]
     rewritten: str | None = field(init=False)
     _written_roles: set[str] = field(init=False, default_factory=set)
-    _frames: dict[tuple[tuple[str, str], ...], tuple[str, str] | None] = field(init=False, default_factory=dict)
+    _frames: dict[tuple[tuple[str, str], ...], tuple[str, str] | None] = field(
+        init=False, default_factory=dict
+    )
 
     _encode: Callable[[str], list[int]] = field(init=False)
     _special: frozenset[int] = field(init=False)
@@ -84,15 +94,23 @@ class ObservationEncoder:
         """
         if role in self._written_roles or self.template.is_passthrough:
             return
-        said = {"role": role, "content": FOLLOWING, **({"name": "look_up", "tool_call_id": "call00001"} if role == "tool" else {})}
+        said = {
+            "role": role,
+            "content": FOLLOWING,
+            **({"name": "look_up", "tool_call_id": "call00001"} if role == "tool" else {}),
+        }
         if FOLLOWING not in self._behind_response([said]):
             raise RecordError(
-                f"policy.tokenizer.chat_template writes nothing of what {role!r} says behind a response: it begins "
-                f"{self.template.text[:60]!r}. Fix: take the template of a model that is trained on such turns, or have it said as the user"
+                f"policy.tokenizer.chat_template writes nothing of what {role!r} says behind a response: it "
+                "begins "
+                f"{self.template.text[:60]!r}. Fix: take the template of a model that is trained on such "
+                "turns, or have it said as the user"
             )
         self._written_roles.add(role)
 
-    def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+    ) -> list[int]:
         """Return the tokens of a conversation up to where the assistant speaks."""
         return self.tokens(self.template.render(messages, tools, origin, for_generation=True))
 
@@ -110,10 +128,17 @@ class ObservationEncoder:
     def _find_rewritten(self) -> str | None:
         if self.template.is_passthrough:
             return None
-        for said, fields in ((PROBE, {}), (f"<think>\n{REASONED}\n</think>\n\n{PROBE}", {}), (PROBE, {"thinking": REASONED})):
+        for said, fields in (
+            (PROBE, {}),
+            (f"<think>\n{REASONED}\n</think>\n\n{PROBE}", {}),
+            (PROBE, {"thinking": REASONED}),
+        ):
             if fields and not self.is_harmony:
                 continue
-            turn, following = {"role": "assistant", "content": said, **fields}, {"role": "user", "content": FOLLOWING}
+            turn, following = (
+                {"role": "assistant", "content": said, **fields},
+                {"role": "user", "content": FOLLOWING},
+            )
             try:
                 before = self.template.render([ASKED], origin=_ORIGIN, for_generation=True)
                 last = self.template.render([ASKED, turn], origin=_ORIGIN)
@@ -125,7 +150,11 @@ class ObservationEncoder:
             is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
             shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
             if not later.startswith(shown):
-                shared = next(place for place, (one, other) in enumerate(zip(shown, later, strict=False)) if one != other)
+                shared = next(
+                    place
+                    for place, (one, other) in enumerate(zip(shown, later, strict=False))
+                    if one != other
+                )
                 begin = min(len(before), shared)
                 return f"{shown[begin:]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
         return None
@@ -140,7 +169,12 @@ class ObservationEncoder:
             return None
         further = dict(messages[0])
         content = further.pop("content", None)
-        if not isinstance(content, str) or content != content.strip() or content[:1] in {"", "[", "{"} or "<" in content:
+        if (
+            not isinstance(content, str)
+            or content != content.strip()
+            or content[:1] in {"", "[", "{"}
+            or "<" in content
+        ):
             return None
         if not all(isinstance(value, str) for value in further.values()):
             return None
@@ -153,16 +187,26 @@ class ObservationEncoder:
         return None if frame is None else f"{frame[0]}{content}{frame[1]}"
 
     def _find_frame(self, further: ChatMessage) -> tuple[str, str] | None:
-        texts = [self._behind_response([{**further, "content": content}]) for content in (FOLLOWING, _ODD_CONTENT)]
+        texts = [
+            self._behind_response([{**further, "content": content}]) for content in (FOLLOWING, _ODD_CONTENT)
+        ]
         before, _, behind = texts[0].partition(FOLLOWING)
-        return (before, behind) if texts == [f"{before}{content}{behind}" for content in (FOLLOWING, _ODD_CONTENT)] else None
+        return (
+            (before, behind)
+            if texts == [f"{before}{content}{behind}" for content in (FOLLOWING, _ODD_CONTENT)]
+            else None
+        )
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text behind a response that the messages follow.
 
         What a tool says follows a call, where the template can write one: some templates refuse it behind
         anything else."""
-        names = [(str(message.get("name")), str(message.get("tool_call_id"))) for message in messages if message.get("role") == "tool"]
+        names = [
+            (str(message.get("name")), str(message.get("tool_call_id")))
+            for message in messages
+            if message.get("role") == "tool"
+        ]
         said: ChatMessage = {"role": "assistant", "content": PROBE}
         turns = [self.template.call_of(PROBE, names), said] if names else [said]
         failure: DataError | None = None
@@ -173,10 +217,16 @@ class ObservationEncoder:
                 failure = failure or error
                 continue
             if PROBE in text:
-                return text[text.index(ASKED["content"]) :].rpartition(PROBE)[2] if names else text.partition(PROBE)[2]
+                return (
+                    text[text.index(ASKED["content"]) :].rpartition(PROBE)[2]
+                    if names
+                    else text.partition(PROBE)[2]
+                )
         raise failure or RecordError(
-            f"the chat template does not write what the assistant says before {messages[0].get('role')!r}: it begins "
-            f"{self.template.text[:60]!r}. Fix: take a template of conversations of several turns, or grpo.max_rollout_turns: 1"
+            f"the chat template does not write what the assistant says before {messages[0].get('role')!r}: "
+            "it begins "
+            f"{self.template.text[:60]!r}. Fix: take a template of conversations of several turns, or "
+            "grpo.max_rollout_turns: 1"
         )
 
     def _behind_turn(self, ids: list[int], last: int | None) -> list[int]:
@@ -190,13 +240,19 @@ class ObservationEncoder:
         # Harmony ends a last turn by another token than one that others follow, and the sampled one stands
         # for it. A token that generation stops at is kept: GLM's turns end with the mark of the next role,
         # and the policy may have guessed another one.
-        is_other_end = last in self.stop_token_ids and bool(ids) and ids[end] in self._special - set(self.stop_token_ids)
+        is_other_end = (
+            last in self.stop_token_ids and bool(ids) and ids[end] in self._special - set(self.stop_token_ids)
+        )
         return ids[end + is_other_end :]
 
     def added_places(self, text: str) -> list[int]:
         """Return where tokens begin in a text that a tokenizer takes whole, whatever stands around them."""
-        names = sorted((str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-        return [match.start() for match in re.finditer("|".join(map(re.escape, names)), text)] if names else []
+        names = sorted(
+            (str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True
+        )
+        return (
+            [match.start() for match in re.finditer("|".join(map(re.escape, names)), text)] if names else []
+        )
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a part of a rendered text."""
@@ -235,7 +291,9 @@ class History:
         """
         tokenizer = self._encoder.tokenizer
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
-        text = str(tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        text = str(
+            tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
         turn = _harmony_turn(text) if self._encoder.is_harmony else {"role": "assistant", "content": text}
         self._messages += [turn, *messages]
         shown = self._shown + text
@@ -257,7 +315,10 @@ class History:
         # cut where tokens do not depend on what stands before them
         for begin in reversed(self._encoder.added_places(self._asked)):
             end_of_prompt = self._encoder.tokens(self._asked[begin:])
-            if self._shown.startswith(self._asked[:begin]) and self._prompt[-len(end_of_prompt) :] == end_of_prompt:
+            if (
+                self._shown.startswith(self._asked[:begin])
+                and self._prompt[-len(end_of_prompt) :] == end_of_prompt
+            ):
                 return self._prompt[: -len(end_of_prompt)] + self._encoder.tokens(self._shown[begin:])
         return None
 
@@ -275,7 +336,12 @@ def _harmony_turn(text: str) -> ChatMessage:
     if final or call is None:
         return {"role": "assistant", "content": final[-1] if final else "", **thinking}
     named = {"name": call[1], "arguments": call[2].strip() or "{}"}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": named}], **thinking}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": named}],
+        **thinking,
+    }
 
 
 def _text(message: ChatMessage) -> str:

@@ -41,7 +41,15 @@ _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 _STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)
 _FIELDS_WITH_TESTS = frozenset(
-    {"test_list", "challenge_test_list", "public_test_cases", "private_test_cases", "test_cases", "tests", "input_output"}
+    {
+        "test_list",
+        "challenge_test_list",
+        "public_test_cases",
+        "private_test_cases",
+        "test_cases",
+        "tests",
+        "input_output",
+    }
 )
 
 
@@ -109,7 +117,10 @@ def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, wh
     for one in itertools.islice(found, source.get("max_samples")):
         yield one
     if one is None and on_bad is refuse:
-        raise DataError(f"{source_name(source)} holds 0 {what}, at least 1 is needed. Fix: point the data source at {what}")
+        raise DataError(
+            f"{source_name(source)} holds 0 {what}, at least 1 is needed. Fix: point the data source at "
+            f"{what}"
+        )
 
 
 def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
@@ -125,7 +136,9 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
             on_bad(error)
             continue
         if known is not None and known.once:
-            said = hashlib.blake2b(json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16).digest()
+            said = hashlib.blake2b(
+                json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16
+            ).digest()
             if said in seen:
                 continue
             seen.add(said)
@@ -162,7 +175,11 @@ def _without_weights(prompt: str | Sequence[Any]) -> Any:
         return prompt
     turns = list[Any]()
     for turn in prompt:
-        turns.append({key: value for key, value in turn.items() if key != "weight"} if isinstance(turn, Mapping) else turn)
+        turns.append(
+            {key: value for key, value in turn.items() if key != "weight"}
+            if isinstance(turn, Mapping)
+            else turn
+        )
     return turns
 
 
@@ -170,11 +187,13 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     origin, row = stored
     require_object(row, "a prompt and two answers a row", origin)
     chosen, rejected = (
-        _with_system(_answered_record(row, key, source, origin), row, source) for key in (source["chosen_key"], source["rejected_key"])
+        _with_system(_answered_record(row, key, source, origin), row, source)
+        for key in (source["chosen_key"], source["rejected_key"])
     )
     if _without_weights(chosen.prompt) != _without_weights(rejected.prompt):
         raise RecordError(
-            f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
+            f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their "
+            "last turn. "
             "Fix: give both the same prompt"
         )
     return chosen, rejected
@@ -189,7 +208,8 @@ def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> 
         return record
     if record.has_system or (not isinstance(record.prompt, str) and record.prompt[0]["role"] in _SYSTEM):
         raise RecordError(
-            f"{record.origin}: the conversation has a system message, and so has {key!r}. Fix: remove one of them, or system_key"
+            f"{record.origin}: the conversation has a system message, and so has {key!r}. Fix: remove one "
+            "of them, or system_key"
         )
     return replace(record, system=text_of(value, key, record.origin))
 
@@ -207,7 +227,9 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     """The prompt of a row with one of its answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
-    before: str | tuple[ChatMessage, ...] = () if prompt_key is None else _prompt_in(row, prompt_key, origin, is_table(source))
+    before: str | tuple[ChatMessage, ...] = (
+        () if prompt_key is None else _prompt_in(row, prompt_key, origin, is_table(source))
+    )
     if isinstance(value, str):
         value = messages_in_json(value) or value
     elif are_messages([value]):
@@ -222,7 +244,8 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     messages = conversation(value, key, origin, is_table(source))
     if messages[-1]["role"] != "assistant":
         raise RecordError(
-            f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}. Fix: end it with the answer, a turn of 'assistant'"
+            f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}. Fix: end it with the answer, "
+            "a turn of 'assistant'"
         )
     has_system = messages[0]["role"] in ("system", "developer")
     return Record(messages[:-1], messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
@@ -235,7 +258,8 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
         return False
     pairs = zip(value, asked, strict=False)
     return all(
-        isinstance(message, Mapping) and all(message.get(name) == each[name] for name in ("role", "content")) for message, each in pairs
+        isinstance(message, Mapping) and all(message.get(name) == each[name] for name in ("role", "content"))
+        for message, each in pairs
     )
 
 
@@ -264,14 +288,22 @@ class Fingerprint:
 
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
-    given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
+    given = (
+        (known.prompt_key, known.answer_key)
+        if known is not None
+        else [source[key] for key in _RECORD_KEYS if source.get(key)]
+    )  # type: ignore[literal-required]
     fields = list[str]()
     for key in given:
         fields += (f"{name!r}: ..." for name in fields_of_key(key))
     require_object(row, "{" + ", ".join(fields) + "}", origin)
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
-    prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
+    prompt_key, answer_key = (
+        (known.prompt_key, known.answer_key)
+        if known is not None
+        else (source["prompt_key"], source["answer_key"])
+    )
     prompt = _prompt_in(row, prompt_key, origin, is_table(source))
     answer = _answer_in(row, answer_key, origin)
     if known is not None and known.answer is not None:
@@ -279,12 +311,15 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
             answer = known.answer(answer)
         except ValueError as error:
             raise RecordError(
-                f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
+                f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: "
+                "correct the record"
             ) from error
     return Record(prompt, answer, origin, tools=tools_of(row, source, origin))
 
 
-def _prompt_in(row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool) -> str | tuple[ChatMessage, ...]:
+def _prompt_in(
+    row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool
+) -> str | tuple[ChatMessage, ...]:
     """Return the prompt of a row; the texts of several fields with a blank line between them, without later
     ones that are empty."""
     first, *others = fields_of_key(key)
@@ -305,7 +340,10 @@ def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str
     try:
         return json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{origin}: {', '.join(key)} cannot be written as JSON: {error}. Fix: store them as text and numbers") from error
+        raise RecordError(
+            f"{origin}: {', '.join(key)} cannot be written as JSON: {error}. Fix: store them as text and "
+            "numbers"
+        ) from error
 
 
 def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
@@ -359,7 +397,8 @@ def _text_of_turn(messages: Sequence[ChatMessage], key: str, origin: str) -> str
     if len(messages) == 1 and messages[0]["role"] == "assistant" and not messages[0].get("tool_calls"):
         return text_of(messages[0].get("content"), key, origin)
     raise RecordError(
-        f"{origin}: {key!r} holds {len(messages)} messages, and an answer is one text of the assistant. Fix: store prompt and answer "
+        f"{origin}: {key!r} holds {len(messages)} messages, and an answer is one text of the assistant. "
+        "Fix: store prompt and answer "
         "together as one list of messages, and name it by messages_key"
     )
 
@@ -389,7 +428,8 @@ def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -
         except UnicodeEncodeError as error:
             shown = text[error.start].encode("unicode_escape").decode()
             raise RecordError(
-                f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate pair and no character. "
+                f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate "
+                "pair and no character. "
                 "Fix: write the text again with its encoding intact, or remove it"
             ) from error
 
@@ -455,19 +495,27 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
     """
     value = as_messages(value, key, origin)
     if not isinstance(value, list) or not value:
-        fix = advice_for_text(value) if isinstance(value, str) else "write [{'role': 'user', 'content': '...'}, ...]"
+        fix = (
+            advice_for_text(value)
+            if isinstance(value, str)
+            else "write [{'role': 'user', 'content': '...'}, ...]"
+        )
         raise RecordError(f"{origin}: {key!r} = {repr(value)[:80]} is not a list of messages. Fix: {fix}")
     found: list[ChatMessage] = []
     before: str | None = None
     for place, message in enumerate(value):
         where = f"{origin}: {key}[{place}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RecordError(f"{where} = {repr(message)[:80]} is no message. Fix: write {{'role': 'user', 'content': '...'}}")
+            raise RecordError(
+                f"{where} = {repr(message)[:80]} is no message. Fix: write {{'role': 'user', 'content': "
+                "'...'}"
+            )
         role, content = message["role"], message.get("content")
         if role not in _FOLLOWS[before]:
             after = f"after {before!r}" if before else "at the beginning"
             raise RecordError(
-                f"{where} has the role {role!r} {after}, where one of {', '.join(sorted(_FOLLOWS[before]))} may stand. "
+                f"{where} has the role {role!r} {after}, where one of {', '.join(sorted(_FOLLOWS[before]))} "
+                "may stand. "
                 "Fix: correct the order of the turns"
             )
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
@@ -508,7 +556,8 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
             json.dumps(value).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(
-                f"{origin}: {key!r} = {repr(value)[:80]} cannot be handed on: {error}. Fix: store it as text, numbers, lists and objects"
+                f"{origin}: {key!r} = {repr(value)[:80]} cannot be handed on: {error}. Fix: store it as "
+                "text, numbers, lists and objects"
             ) from error
     return found
 
@@ -525,16 +574,25 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{origin}: {key!r} = {value[:60]!r} is not JSON: {error}. Fix: write a JSON list of tools") from error
+            raise RecordError(
+                f"{origin}: {key!r} = {value[:60]!r} is not JSON: {error}. Fix: write a JSON list of tools"
+            ) from error
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RecordError(f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or null")
+        raise RecordError(
+            f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or "
+            "null"
+        )
     return tuple(map(_tool, value))
 
 
 def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a tool in OpenAI's form, which templates expect: a bare function (``functions``, ShareGPT's
     ``tools``) is put into one."""
-    is_bare = isinstance(given.get("name"), str) and "parameters" in given and not given.keys() & {"type", "function"}
+    is_bare = (
+        isinstance(given.get("name"), str)
+        and "parameters" in given
+        and not given.keys() & {"type", "function"}
+    )
     return {"type": "function", "function": given} if is_bare else given

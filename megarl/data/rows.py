@@ -129,7 +129,11 @@ def content_digest(source: DataSource) -> str:
         files = [Path(each["filename"]) for _, rows in loaded for each in rows.cache_files]
         digest.update(json.dumps([[part, len(rows), str(rows.features)] for part, rows in loaded]).encode())
         # rows chosen out of the files are known by the library's own digest alone
-        digest.update(json.dumps([rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]).encode())
+        digest.update(
+            json.dumps(
+                [rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]
+            ).encode()
+        )
     for file in files:
         digest.update(_file_digest(file))
     return digest.hexdigest()
@@ -147,9 +151,15 @@ def _file(path: str) -> Path:
     kind = special_kind(Path(path))
     if kind is not None:
         # a pipe would be waited for, and what it gave could not be read a second time
-        raise DataError(f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the path of that")
+        raise DataError(
+            f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the "
+            "path of that"
+        )
     if not Path(path).is_file():
-        raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines, parquet, CSV or TSV file")
+        raise DataError(
+            f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines, "
+            "parquet, CSV or TSV file"
+        )
     return Path(path)
 
 
@@ -164,7 +174,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 origin = f"{path} line {number}"
                 if len(line) > LONGEST_LINE:
                     raise DataError(
-                        f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it starts {line[:60]!r}. Fix: write one "
+                        f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it "
+                        f"starts {line[:60]!r}. Fix: write one "
                         f"JSON object a line{AS_LINES if line.lstrip().startswith('[') else ''}"
                     )
                 if number % _READ_TOGETHER == 0:
@@ -174,7 +185,10 @@ def _json_lines(path: Path) -> Iterator[Row]:
                     yield origin, _parse(line, origin)
             _require_size(path, lines.fileno(), size)
     except UnicodeDecodeError as error:
-        fix = "convert it to UTF-8, or unpack it where it is compressed; of a parquet file the name ends in .parquet"
+        fix = (
+            "convert it to UTF-8, or unpack it where it is compressed; of a parquet file the name ends in "
+            ".parquet"
+        )
         raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: {fix}") from error
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
@@ -189,7 +203,10 @@ def _require_size(path: Path, descriptor: int, size: int) -> None:
 def changed_while_read(path: str | Path, how: str) -> DataError:
     """Return the error for a file that was written while it was read, so that its records belong to no one
     version."""
-    return DataError(f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of the file")
+    return DataError(
+        f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of "
+        "the file"
+    )
 
 
 def _parse(line: str, origin: str) -> Any:
@@ -205,8 +222,13 @@ def _parse(line: str, origin: str) -> Any:
     except (ValueError, RecursionError, ConversionError) as error:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
-        fix = "write one JSON object a line" + (AS_LINES if line.lstrip().startswith("[") else _IN_ONE_LINE if line.strip() == "{" else "")
-        return RecordError(f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts {line[:60]!r}. Fix: {fix}")
+        fix = "write one JSON object a line" + (
+            AS_LINES if line.lstrip().startswith("[") else _IN_ONE_LINE if line.strip() == "{" else ""
+        )
+        return RecordError(
+            f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts "
+            f"{line[:60]!r}. Fix: {fix}"
+        )
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -222,7 +244,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"data file {path} cannot be read as parquet, after {number} rows: {type(error).__name__}: {error}. "
+            f"data file {path} cannot be read as parquet, after {number} rows: {type(error).__name__}: "
+            f"{error}. "
             "Fix: write or fetch the file again"
         ) from error
 
@@ -243,11 +266,16 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise DataError(
-                f"data file {path}: its first line, which has to name the columns, has {twice[0]!r} {names.count(twice[0])} times. Fix: "
+                f"data file {path}: its first line, which has to name the columns, has {twice[0]!r} "
+                f"{names.count(twice[0])} times. Fix: "
                 "give each column a name of its own, in a first line"
             )
-        texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False)
-        with csv.open_csv(path, read_options=reading, parse_options=parsing, convert_options=texts) as batches:
+        texts = csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        )
+        with csv.open_csv(
+            path, read_options=reading, parse_options=parsing, convert_options=texts
+        ) as batches:
             for batch in batches:
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
@@ -255,8 +283,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     # of a name that is no UTF-8, Arrow's error is Python's
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(
-            f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a first line that names the "
-            "columns, as many cells in every row, and quotes around a cell with a delimiter, a quote or a newline"
+            f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a "
+            "first line that names the "
+            "columns, as many cells in every row, and quotes around a cell with a delimiter, a quote or a "
+            "newline"
         ) from error
 
 
@@ -270,7 +300,11 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
     # a folder of a user's own has no subsets
     subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
     return [
-        (f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]", _load(place, subset, split)) for subset in subsets
+        (
+            f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]",
+            _load(place, subset, split),
+        )
+        for subset in subsets
     ]
 
 
@@ -279,11 +313,17 @@ def _load(place: str, subset: str | None, split: str) -> Any:
 
     found = first_special(Path(place)) if Path(place).is_dir() else None
     if found is not None:
-        raise DataError(f"data set {place}: {found[0].name} in it is {found[1]}, not a file. Fix: take it out of the directory")
+        raise DataError(
+            f"data set {place}: {found[0].name} in it is {found[1]}, not a file. Fix: take it out of the "
+            "directory"
+        )
     if Path(place).is_dir() and any(each.suffix.lower() in _DELIMITERS for each in Path(place).rglob("*")):
         # the library would guess types: of the answer 007 it would make 7
         fix = "give the path of each file, as a list of sources"
-        raise DataError(f"data set {place} has CSV files, whose cells are text only where a file is read by itself. Fix: {fix}")
+        raise DataError(
+            f"data set {place} has CSV files, whose cells are text only where a file is read by itself. "
+            f"Fix: {fix}"
+        )
     try:
         if _was_saved_to_disk(Path(place)):
             loaded = datasets.load_from_disk(place)
@@ -292,7 +332,8 @@ def _load(place: str, subset: str | None, split: str) -> Any:
     except Exception as error:
         # The library and its transports raise errors of many unrelated classes.
         raise DataError(
-            f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: {error}. "
+            f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: "
+            f"{error}. "
             "Fix: give a known name, or a local folder"
         ) from error
 
@@ -315,15 +356,22 @@ def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], ori
         where = f"{walked!r} " if walked else "it "
         if isinstance(step, int) and isinstance(value, list):
             if not -len(value) <= step < len(value):
-                raise RecordError(f"{origin} has no key {key!r}: {where}has {len(value)} members. Fix: correct the record or the key")
+                raise RecordError(
+                    f"{origin} has no key {key!r}: {where}has {len(value)} members. Fix: correct the record "
+                    "or the key"
+                )
         elif not isinstance(step, str) or not isinstance(value, Mapping):
             wanted = "a list" if isinstance(step, int) else "an object"
             raise RecordError(
-                f"{origin} has no key {key!r}: {where}is {type(value).__name__}, not {wanted}. Fix: correct the record or the key"
+                f"{origin} has no key {key!r}: {where}is {type(value).__name__}, not {wanted}. Fix: correct "
+                "the record or the key"
             )
         elif step not in value:
             has = f"{where}has {sorted(map(str, value))}"
-            raise RecordError(f"{origin} has no key {key!r}; {has}. Fix: add it, or correct the key of the source that names it, {_NAMING}")
+            raise RecordError(
+                f"{origin} has no key {key!r}; {has}. Fix: add it, or correct the key of the source that "
+                f"names it, {_NAMING}"
+            )
         value = value[step]
         walked += f"[{step}]" if isinstance(step, int) else f".{step}" if walked else step
     return value

@@ -68,7 +68,9 @@ class Sampler(ABC):
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return what differs in a state of other data or another order: name to (value here, value there);
         empty where it is of these."""
-        return {key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value}
+        return {
+            key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to the place that ``state()`` described.
@@ -79,8 +81,10 @@ class Sampler(ABC):
         """
         for key, (here, there) in self.differs_in(state).items():
             raise UnusableCheckpointError(
-                f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
-                "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
+                f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order "
+                "would differ. "
+                "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other "
+                "data with "
                 "checkpointing.accept_changes=true"
             )
         self._go_to_place(state)
@@ -103,7 +107,10 @@ class ResumableSampler(Sampler):
             DataError: there are no records.
         """
         if size < 1:
-            raise DataError(f"a sampler over {size} records has nothing to hand out, at least 1 is needed. Fix: give data with records")
+            raise DataError(
+                f"a sampler over {size} records has nothing to hand out, at least 1 is needed. Fix: give "
+                "data with records"
+            )
         self.size = size
         self.identity = {"size": size, "seed": seed, "shuffle": shuffle, "data_fingerprint": data_fingerprint}
         self._seed = seed
@@ -142,9 +149,15 @@ class ResumableSampler(Sampler):
 
     def _go_to_place(self, state: Mapping[str, Any]) -> None:
         epoch, position = state.get("epoch"), state.get("position")
-        if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < self.size:
+        if (
+            not isinstance(epoch, int)
+            or not isinstance(position, int)
+            or epoch < 0
+            or not 0 <= position < self.size
+        ):
             raise UnusableCheckpointError(
-                f"the checkpoint's sampler stands at epoch {epoch!r}, position {position!r}; expected epoch >= 0 and position in "
+                f"the checkpoint's sampler stands at epoch {epoch!r}, position {position!r}; expected epoch "
+                ">= 0 and position in "
                 f"[0, {self.size}). Fix: resume from an earlier checkpoint"
             )
         self._go_to(epoch, position)
@@ -165,7 +178,14 @@ class MixtureSampler(Sampler):
     numbers, and without random numbers: which source comes next depends on the weights alone. Sources one
     after another have consecutive indices."""
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool = True,
+        data_fingerprint: str = "",
+    ) -> None:
         """Args:
             sizes: records of each source.
             weights: of each source, more than 0; 0.1 means a tenth, not the nearest binary fraction.
@@ -181,7 +201,8 @@ class MixtureSampler(Sampler):
         exact = [Fraction(repr(weight)) for weight in weights]
         if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
             raise DataError(
-                f"weights {list(weights)} of {len(sizes)} sources: each needs one that is more than 0. Fix: correct the weights"
+                f"weights {list(weights)} of {len(sizes)} sources: each needs one that is more than 0. Fix: "
+                "correct the weights"
             )
         total = sum(exact)
         common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
@@ -189,7 +210,10 @@ class MixtureSampler(Sampler):
         self._total = sum(self._whole)
         self._offsets = [0, *accumulate(sizes)]
         # sources are shuffled apart: two of one size would have the same order by one seed
-        self._samplers = [ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint) for place, size in enumerate(sizes)]
+        self._samplers = [
+            ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint)
+            for place, size in enumerate(sizes)
+        ]
         self.identity = {
             "sizes": list(sizes),
             "weights": [str(weight / total) for weight in exact],
@@ -233,18 +257,32 @@ class MixtureSampler(Sampler):
         if len(taken) == 1:
             return 0
         spread = 2 * len(taken) - 2
-        behind = [spread * (weight * number - given * self._total) for weight, given in zip(self._whole, taken, strict=True)]
+        behind = [
+            spread * (weight * number - given * self._total)
+            for weight, given in zip(self._whole, taken, strict=True)
+        ]
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
-        return min(eligible, key=lambda source: (Fraction((spread - 1) * self._total - behind[source], self._whole[source]), source))
+        return min(
+            eligible,
+            key=lambda source: (
+                Fraction((spread - 1) * self._total - behind[source], self._whole[source]),
+                source,
+            ),
+        )
 
     def _place(self) -> dict[str, Any]:
         return {"taken": self._taken()}
 
     def _go_to_place(self, state: Mapping[str, Any]) -> None:
         taken = state.get("taken")
-        if not isinstance(taken, list) or len(taken) != len(self._samplers) or not all(type(each) is int and each >= 0 for each in taken):
+        if (
+            not isinstance(taken, list)
+            or len(taken) != len(self._samplers)
+            or not all(type(each) is int and each >= 0 for each in taken)
+        ):
             raise UnusableCheckpointError(
-                f"the checkpoint's sampler has taken = {taken!r}, expected {len(self._samplers)} whole numbers of at least 0. "
+                f"the checkpoint's sampler has taken = {taken!r}, expected {len(self._samplers)} whole "
+                "numbers of at least 0. "
                 "Fix: resume from an earlier checkpoint"
             )
         for sampler, count in zip(self._samplers, taken, strict=True):

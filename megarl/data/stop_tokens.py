@@ -40,7 +40,10 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
 def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> str:
     """Return the stop tokens in words, for the report of a dry run."""
     found = stop_tokens_of(tokenizer, model_name)
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(places)})" for token, places in found.items())
+    return ", ".join(
+        f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(places)})"
+        for token, places in found.items()
+    )
 
 
 def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> Any:
@@ -90,5 +93,7 @@ def _cached(model_name: str, file: str) -> str | None:
     from transformers.utils import cached_file
 
     options = {"_raise_exceptions_for_missing_entries": False}
-    found = cached_file(model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options)
+    found = cached_file(
+        model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options
+    )
     return found if found is not None else cached_file(model_name, file, **options)

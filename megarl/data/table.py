@@ -80,7 +80,10 @@ class StoredValues:
         except OSError as error:
             raise DataError(f"{self._path} cannot be read any more: {error}. {_FIX}") from error
         if len(content) < wanted:
-            raise DataError(f"{self._path} was cut off while the run used it: {len(content)} of {wanted} bytes are there. {_FIX}")
+            raise DataError(
+                f"{self._path} was cut off while the run used it: {len(content)} of {wanted} bytes are "
+                f"there. {_FIX}"
+            )
         return np.frombuffer(content, self._dtype)
 
 
@@ -187,7 +190,9 @@ class TableWriter:
             columns = {}
             for name, dtype in self._dtypes.items():
                 lengths = np.concatenate([np.zeros(1, np.int64), *self._lengths[name]])
-                columns[name] = Column(np.concatenate([np.zeros(0, dtype), *self._waiting[name]]), np.cumsum(lengths))
+                columns[name] = Column(
+                    np.concatenate([np.zeros(0, dtype), *self._waiting[name]]), np.cumsum(lengths)
+                )
             return Table(columns, meta)
         assert self._directory is not None
         self._flush()
@@ -265,7 +270,10 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         if content.pop("digest") != _digest_of(content):
             raise ValueError(f"{_META} has other bytes than were written")
         columns = {
-            name: Column(StoredValues(directory / f"{name}.values", dtype), StoredValues(directory / f"{name}.starts", "int64"))
+            name: Column(
+                StoredValues(directory / f"{name}.values", dtype),
+                StoredValues(directory / f"{name}.starts", "int64"),
+            )
             for name, dtype in content["dtypes"].items()
         }
         for name, column in columns.items():
@@ -325,7 +333,11 @@ def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
 
 def _children(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
     if directory.is_dir():
-        yield from (each for each in directory.iterdir() if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink())
+        yield from (
+            each
+            for each in directory.iterdir()
+            if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink()
+        )
 
 
 def _stats(directory: Path) -> list[os.stat_result]:

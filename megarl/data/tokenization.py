@@ -35,7 +35,9 @@ def long_text(limit: int) -> int:
     return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
-def get_tokenizer(tokenizer_config: TokenizerConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def get_tokenizer(
+    tokenizer_config: TokenizerConfig, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a padding token and a chat template.
 
     Args:
@@ -56,15 +58,21 @@ def get_tokenizer(tokenizer_config: TokenizerConfig, trust_remote_code: bool = F
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
-        raise ModelError(f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}") from error
+        raise ModelError(
+            f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}"
+        ) from error
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
         # of a directory without a tokenizer's files, transformers makes one that knows no token
         raise ModelError(
-            f"policy.tokenizer.name = {name!r}: there is no tokenizer. Fix: copy the files of the tokenizer there (tokenizer.json, "
+            f"policy.tokenizer.name = {name!r}: there is no tokenizer. Fix: copy the files of the tokenizer "
+            "there (tokenizer.json, "
             "tokenizer_config.json), or give policy.tokenizer.name the model that this one was made from"
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its tokenizer_config.json")
+        raise ModelError(
+            f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
+            "tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")
@@ -88,7 +96,10 @@ def _refuse_special_files(name: str) -> None:
     directory = Path(name).expanduser()
     found = first_special(directory) if directory.is_dir() else None
     if found is not None:
-        raise ModelError(f"policy.tokenizer.name = {name!r}: {found[0]} is {found[1]}, not a file. Fix: put the file itself there")
+        raise ModelError(
+            f"policy.tokenizer.name = {name!r}: {found[0]} is {found[1]}, not a file. Fix: put the file "
+            "itself there"
+        )
 
 
 class PromptEncoder:
@@ -120,7 +131,8 @@ class PromptEncoder:
         """
         if prompt_template is not None and "{prompt}" not in prompt_template:
             raise DataError(
-                f"data.prompt_template = {prompt_template!r} has no {{prompt}}, all prompts would be equal. Fix: add {{prompt}}"
+                f"data.prompt_template = {prompt_template!r} has no {{prompt}}, all prompts would be equal. "
+                "Fix: add {prompt}"
             )
         self._tokenizer = tokenizer
         self._template = prompt_template or "{prompt}"
@@ -130,7 +142,9 @@ class PromptEncoder:
         self._leading_tokens = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
         self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, self._leading_tokens)
-        self._answers_are_turns = not self.chat_template.is_passthrough and self.chat_template.writes_responses()
+        self._answers_are_turns = (
+            not self.chat_template.is_passthrough and self.chat_template.writes_responses()
+        )
 
     @property
     def identity(self) -> list[Any]:
@@ -138,14 +152,23 @@ class PromptEncoder:
         types of JSON."""
         stops = sorted(self._conversations.stop_tokens)
         tools = [list(self._tools)] if self._tools else []
-        return [self._template, self._system, self._leading_tokens, self.chat_template.identity, stops, *tools]
+        return [
+            self._template,
+            self._system,
+            self._leading_tokens,
+            self.chat_template.identity,
+            stops,
+            *tools,
+        ]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt up to where the answer starts.
 
         A chat template writes special tokens itself. A template that only joins messages does not, so the
         tokenizer adds the begin-of-sequence token that it puts in front of a text."""
-        return self.encode_records([Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")])[0]
+        return self.encode_records(
+            [Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")]
+        )[0]
 
     def encode_records(self, records: Sequence[Record]) -> list[list[int]]:
         """Encode the prompts of many records at once, which is much faster than one by one.
@@ -213,7 +236,9 @@ class PromptEncoder:
         messages = self._prompt_messages(record)
         # calls and answers of tools may be written in another form, and reasoning be left out
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
-        return next((message["role"] for message in asked if (message.get("content") or "").strip() not in text), None)
+        return next(
+            (message["role"] for message in asked if (message.get("content") or "").strip() not in text), None
+        )
 
     def text(self, record: Record) -> str:
         """Return the chat template's text for a record's prompt, up to where the answer starts.
@@ -222,7 +247,9 @@ class PromptEncoder:
             DataError: it cannot be applied; names the record.
         """
         tools = record.tools or self._tools
-        return self.chat_template.render(self._prompt_messages(record), tools, record.origin, for_generation=True)
+        return self.chat_template.render(
+            self._prompt_messages(record), tools, record.origin, for_generation=True
+        )
 
     def _prompt_messages(self, record: Record) -> list[ChatMessage]:
         return self._messages(record, self._asked(record))
@@ -254,7 +281,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
 
     kind: Any = type(tokenizer)
     names = ("__call__", "_encode_plus", "_batch_encode_plus")
-    inherited = all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names)
+    inherited = all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names
+    )
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or not inherited:
         return lambda text: _tokens(tokenizer, [text])[0]
     backend = tokenizer.backend_tokenizer
@@ -270,7 +299,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return [list(row) for row in tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+    return (
+        [list(row) for row in tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+    )
 
 
 def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -37,7 +37,9 @@ def check_batch(
     problems: list[str] = []
     missing = [key for key in ("input_ids", "input_lengths", *required) if key not in data]
     if missing:
-        raise BatchError(f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}")
+        raise BatchError(
+            f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}"
+        )
     ids, lengths = data["input_ids"], data["input_lengths"]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise BatchError(f"input_ids: expected an int64 tensor [B, S], got {_describe(ids)}")
@@ -59,19 +61,28 @@ def _describe(value: Any) -> str:
 
 
 def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_length_key: str) -> list[str]:
-    if not isinstance(lengths, Tensor) or lengths.shape != (rows,) or lengths.dtype not in (torch.int64, torch.int32):
+    if (
+        not isinstance(lengths, Tensor)
+        or lengths.shape != (rows,)
+        or lengths.dtype not in (torch.int64, torch.int32)
+    ):
         return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
     if rows == 0:
         return []
     shortest, longest = int(lengths.min()), int(lengths.max())
     problems = []
     if shortest < 1:
-        problems.append(f"input_lengths[{int(lengths.argmin())}] = {shortest}: a sequence has at least 1 token")
+        problems.append(
+            f"input_lengths[{int(lengths.argmin())}] = {shortest}: a sequence has at least 1 token"
+        )
     if longest > width:
-        problems.append(f"input_lengths[{int(lengths.argmax())}] = {longest}: input_ids has only {width} columns")
+        problems.append(
+            f"input_lengths[{int(lengths.argmax())}] = {longest}: input_ids has only {width} columns"
+        )
     if longest > max_length:
         problems.append(
-            f"input_lengths[{int(lengths.argmax())}] = {longest} tokens: more than {max_length_key} = {max_length}; "
+            f"input_lengths[{int(lengths.argmax())}] = {longest} tokens: more than {max_length_key} = "
+            f"{max_length}; "
             "raise it or shorten the sample"
         )
     return problems
@@ -90,12 +101,20 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
         BatchError: its type, its dimensions or a token.
     """
     tokens = data[key]
-    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.shape[2]:
-        raise BatchError(f"{key}: expected an integer tensor [B, S, K] of K tokens a position, got {_describe(tokens)}")
+    if (
+        not isinstance(tokens, Tensor)
+        or tokens.ndim != 3
+        or tokens.dtype not in (torch.int64, torch.int32)
+        or not tokens.shape[2]
+    ):
+        raise BatchError(
+            f"{key}: expected an integer tensor [B, S, K] of K tokens a position, got {_describe(tokens)}"
+        )
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
         raise BatchError(
-            f"{key}{wrong} = {int(tokens[tuple(wrong)])}: token ids lie in [0, {vocab_size}). Fix: give tokens of a model with this "
+            f"{key}{wrong} = {int(tokens[tuple(wrong)])}: token ids lie in [0, {vocab_size}). Fix: give "
+            "tokens of a model with this "
             "vocabulary"
         )
 
@@ -123,12 +142,18 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
             if value.ndim == 0 or value.shape[0] != rows:
                 problems.append(f"{key}: expected {rows} rows as in input_ids, got {_describe(value)}")
             elif value.ndim > 1 and value.shape[1] != width:
-                problems.append(f"{key}: Dim 1 must be the sequence dim, expected {width} as in input_ids, got {_describe(value)}")
+                problems.append(
+                    f"{key}: Dim 1 must be the sequence dim, expected {width} as in input_ids, got "
+                    f"{_describe(value)}"
+                )
         elif len(value) != rows:
             problems.append(f"{key}: expected a list of {rows} entries, got {len(value)}")
     for key, dimensions in (("sample_mask", 1), ("token_mask", 2)):
         if key in data and (not isinstance(data[key], Tensor) or data[key].ndim != dimensions):
-            problems.append(f"{key}: expected a tensor of {dimensions} dimension{'s' * (dimensions > 1)}, got {_describe(data[key])}")
+            problems.append(
+                f"{key}: expected a tensor of {dimensions} dimension{'s' * (dimensions > 1)}, got "
+                f"{_describe(data[key])}"
+            )
     return problems
 
 
@@ -140,7 +165,8 @@ def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
         return []
     row, column = (int(index) for index in wrong.nonzero()[0])
     return [
-        f"token_mask[{row}, {column}] = {float(mask[row, column]):g} beyond input_lengths[{row}] = {int(lengths[row])}: "
+        f"token_mask[{row}, {column}] = {float(mask[row, column]):g} beyond input_lengths[{row}] = "
+        f"{int(lengths[row])}: "
         "padding is no target; write 0 there"
     ]
 
@@ -153,6 +179,7 @@ def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
     row, column = (int(index) for index in wrong.nonzero()[0])
     where = "padding" if column >= int(lengths[row]) else "a token"
     return [
-        f"input_ids[{row}, {column}] = {int(ids[row, column])} ({where}): token ids lie in [0, {vocab_size}); "
+        f"input_ids[{row}, {column}] = {int(ids[row, column])} ({where}): token ids lie in [0, "
+        f"{vocab_size}); "
         f"{int(wrong.sum())} ids are out of range. Use the tokenizer that belongs to the model"
     ]

@@ -35,8 +35,17 @@ ObjectT = TypeVar("ObjectT")
 _MAX_DIMENSIONS = 8
 _OUT_OF_BAND = 5
 _DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -65,7 +74,9 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     return _from_bytes(rows, like=tensor, rows=sum(row_counts))
 
 
-def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup | None = None) -> list[ObjectT]:
+def gather_jagged_object_lists(
+    objects: list[ObjectT], group: dist.ProcessGroup | None = None
+) -> list[ObjectT]:
     """Return the lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
 
     Objects travel pickled between the ranks of the job, so ``group`` must hold ranks of this job only.
@@ -79,7 +90,11 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
     """Return rows on every rank. All ranks see all shapes, so that all raise the same error where one would
     otherwise wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
-    header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
+    header = [
+        _DTYPES.index(tensor.dtype) if known else -1,
+        tensor.ndim,
+        *list(tensor.shape)[:_MAX_DIMENSIONS],
+    ]
     # A header of a fixed size: the ranks do not know yet whether they agree on the number of dimensions.
     header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
     mine = torch.tensor(header, dtype=torch.int64, device=tensor.device)
@@ -89,12 +104,20 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
     if any(entry[0] < 0 for entry in headers):
         ranks = [rank for rank, entry in enumerate(headers) if entry[0] < 0]
         raise BatchError(
-            f"ranks {ranks} hold a tensor that has no rows, more than {_MAX_DIMENSIONS} dimensions or an unsupported dtype; "
-            f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of {[str(dtype) for dtype in _DTYPES]}"
+            f"ranks {ranks} hold a tensor that has no rows, more than {_MAX_DIMENSIONS} dimensions or an "
+            "unsupported dtype; "
+            f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of "
+            f"{[str(dtype) for dtype in _DTYPES]}"
         )
     if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
-        described = [f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}" for rank, entry in enumerate(headers)]
-        raise BatchError(f"tensors differ in more than the number of rows ({'; '.join(described)}); pad them to one shape and dtype first")
+        described = [
+            f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}"
+            for rank, entry in enumerate(headers)
+        ]
+        raise BatchError(
+            f"tensors differ in more than the number of rows ({'; '.join(described)}); pad them to one "
+            "shape and dtype first"
+        )
     return [entry[2] for entry in headers]
 
 
@@ -121,10 +144,16 @@ def count_rows(columns: Mapping[str, Any]) -> int:
     sizes: dict[str, int] = {}
     for key, value in columns.items():
         if not hasattr(value, "__len__") or (isinstance(value, Tensor) and value.ndim == 0):
-            raise BatchError(f"batch key {key!r} holds {type(value).__name__} without rows; give a tensor [B, ...] or a list of B items")
+            raise BatchError(
+                f"batch key {key!r} holds {type(value).__name__} without rows; give a tensor [B, ...] or a "
+                "list of B items"
+            )
         sizes[key] = len(value)
     if len(set(sizes.values())) > 1:
-        raise BatchError(f"Batch sizes are not the same across the rollout batch: {sizes}; give every key the same number of rows")
+        raise BatchError(
+            f"Batch sizes are not the same across the rollout batch: {sizes}; give every key the same "
+            "number of rows"
+        )
     return next(iter(sizes.values()), 0)
 
 
@@ -155,7 +184,8 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
     if not all(isinstance(value, Tensor) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise NotImplementedError(
-            f"batch key {key!r} holds {kinds}; only tensors alone or lists alone can be joined, convert the values first"
+            f"batch key {key!r} holds {kinds}; only tensors alone or lists alone can be joined, convert the "
+            "values first"
         )
     shapes = [tuple(value.shape) for value in values]
     if any(len(shape) != len(shapes[0]) or not shape or shape[2:] != shapes[0][2:] for shape in shapes):
@@ -213,7 +243,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return _arrived, (type(self), Packer(self.data).pack(), attributes)
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
         """Stack batches; tensors are right-padded along dim 1 to the longest.
 
         Args:
@@ -225,13 +257,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             NotImplementedError: a value is neither a tensor nor a list.
         """
         if not batches:
-            raise BatchError("from_batches got 0 batches, it needs at least 1; skip the call when there is nothing to stack")
+            raise BatchError(
+                "from_batches got 0 batches, it needs at least 1; skip the call when there is nothing to "
+                "stack"
+            )
         padding = pad_value_dict or {}
         joined = cls()
         for key in sorted(batches[0]):
             missing = [number for number, batch in enumerate(batches) if key not in batch]
             if missing:
-                raise BatchError(f"batch key {key!r} is in batch 0 but not in batches {missing}; give every batch the same keys")
+                raise BatchError(
+                    f"batch key {key!r} is in batch 0 but not in batches {missing}; give every batch the "
+                    "same keys"
+                )
             joined[key] = join_rows(key, [batch[key] for batch in batches], padding.get(key, 0))
         return joined
 
@@ -243,14 +281,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
             NotImplementedError: a value is neither a tensor nor a list.
         """
-        kinds = {key: "tensor" if isinstance(value, Tensor) else type(value).__name__ for key, value in self.data.items()}
+        kinds = {
+            key: "tensor" if isinstance(value, Tensor) else type(value).__name__
+            for key, value in self.data.items()
+        }
         columns = sorted(kinds.items())
         # Compared before any tensor is gathered: a rank that lacks a column would leave the others waiting in
         # its collective.
         of_ranks = gather_jagged_object_lists([columns], group)
         if any(other != of_ranks[0] for other in of_ranks):
             raise BatchError(
-                f"the ranks of the group hold different columns, in rank order {of_ranks}; give all ranks the same keys and types"
+                f"the ranks of the group hold different columns, in rank order {of_ranks}; give all ranks "
+                "the same keys and types"
             )
         gathered = type(self)()
         for key, kind in columns:
@@ -259,7 +301,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             elif kind == "list":
                 gathered[key] = gather_jagged_object_lists(self.data[key], group)
             else:
-                raise NotImplementedError(f"batch key {key!r} holds a {kind}; only tensors and lists can be gathered, convert it first")
+                raise NotImplementedError(
+                    f"batch key {key!r} holds a {kind}; only tensors and lists can be gathered, convert it "
+                    "first"
+                )
         return gathered
 
     @property
@@ -290,7 +335,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         total = count_rows(self.data)
         if chunks < 1 or total % chunks:
-            raise BatchError(f"Batch size ({total}) is not a multiple of chunks ({chunks}); choose a number of chunks that divides it")
+            raise BatchError(
+                f"Batch size ({total}) is not a multiple of chunks ({chunks}); choose a number of chunks "
+                "that divides it"
+            )
         if not 0 <= rank < chunks:
             raise BatchError(f"rank = {rank} is not one of the chunks = {chunks}; use 0 to {chunks - 1}")
         share = total // chunks
@@ -306,7 +354,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for key, value in self.data.items():
             if not 0 <= start <= end <= len(value):
                 raise BatchError(
-                    f"rows {start} to {end} of batch key {key!r} were asked for, it has {len(value)}; use 0 <= start <= end <= rows"
+                    f"rows {start} to {end} of batch key {key!r} were asked for, it has {len(value)}; use 0 "
+                    "<= start <= end <= rows"
                 )
             sliced[key] = value[start:end]
         return sliced
@@ -320,7 +369,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         rows = _row_numbers(indices)
         total = count_rows(self.data)
         if rows and not 0 <= min(rows) <= max(rows) < total:
-            raise BatchError(f"row indices run from {min(rows)} to {max(rows)}, the batch has {total} rows; use 0 to {total - 1}")
+            raise BatchError(
+                f"row indices run from {min(rows)} to {max(rows)}, the batch has {total} rows; use 0 to "
+                f"{total - 1}"
+            )
         selected = type(self)()
         for key, value in self.data.items():
             selected[key] = take_rows(value, rows)
@@ -357,7 +409,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         total = count_rows(self.data)
         if sorted(order) != list(range(total)):
             raise BatchError(
-                f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row number exactly once"
+                f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row "
+                "number exactly once"
             )
         # The inverse of the permutation.
         place_of = sorted(range(total), key=order.__getitem__)
@@ -420,7 +473,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 missing or out of range.
             PackingError: (a ValueError) rows cannot be packed as asked.
         """
-        dealt = self.deal(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+        dealt = self.deal(
+            shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args
+        )
         parts = [deal.shard() for deal in dealt]
         if dynamic_batching_args is None and sequence_packing_args is None:
             return parts
@@ -437,20 +492,29 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Shard by batch size without copying a row before it is sent; the worker receives the shard of
         ``shard_by_batch_size``."""
         if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of them out")
-        total = count_rows(self.data)
-        if total == 0 and not (allow_uneven_shards and dynamic_batching_args is None and sequence_packing_args is None):
             raise BatchError(
-                "the batch has 0 rows, it needs at least one a shard; skip the step, or shard plainly with allow_uneven_shards"
+                "dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of "
+                "them out"
+            )
+        total = count_rows(self.data)
+        if total == 0 and not (
+            allow_uneven_shards and dynamic_batching_args is None and sequence_packing_args is None
+        ):
+            raise BatchError(
+                "the batch has 0 rows, it needs at least one a shard; skip the step, or shard plainly with "
+                "allow_uneven_shards"
             )
         chunk = self._chunk_size(total, shards, batch_size, allow_uneven_shards)
         if dynamic_batching_args is not None:
             if total % shards:
                 raise BatchError(
-                    f"Batch size ({total}) is not a multiple of shards ({shards}), which dynamic batching needs; pad the batch"
+                    f"Batch size ({total}) is not a multiple of shards ({shards}), which dynamic batching "
+                    "needs; pad the batch"
                 )
             lengths, width = self._lengths_and_width(dynamic_batching_args)
-            return self._dealt(plan_dynamic(lengths, width, chunk, shards, dynamic_batching_args), packed=False)
+            return self._dealt(
+                plan_dynamic(lengths, width, chunk, shards, dynamic_batching_args), packed=False
+            )
         if sequence_packing_args is not None:
             lengths, _ = self._lengths_and_width(sequence_packing_args)
             return self._dealt(plan_packed(lengths, chunk, shards, sequence_packing_args), packed=True)
@@ -476,7 +540,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             batch_size = self.elem_counts_per_gb[batch_idx]
         elif batch_size is None or batch_size < 1:
             raise BatchError(
-                f"batch_size = {batch_size} must be at least 1 for a batch that is not packed; give the rows of a global batch"
+                f"batch_size = {batch_size} must be at least 1 for a batch that is not packed; give the "
+                "rows of a global batch"
             )
         else:
             self._require_batch_number(batch_idx, self.size // batch_size)
@@ -486,7 +551,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             self._require_batch_number(batch_idx, len(self.micro_batch_indices))
             planned = self.micro_batch_indices[batch_idx][-1][1]
             if planned != batch_size:
-                raise BatchError(f"batch_size = {batch_size}, but the micro-batches were planned for {planned} rows; ask for {planned}")
+                raise BatchError(
+                    f"batch_size = {batch_size}, but the micro-batches were planned for {planned} rows; ask "
+                    f"for {planned}"
+                )
             batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
             batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
             batch.elem_counts_per_gb = [batch_size] if self.elem_counts_per_gb is not None else None
@@ -501,7 +569,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         total = count_rows(self.data)
         if microbatch_size < 1 or total % microbatch_size:
-            raise BatchError(f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one that divides it")
+            raise BatchError(
+                f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one "
+                "that divides it"
+            )
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
@@ -537,7 +608,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         packs = self._micro_batches()
         return len(packs), max(length for _, _, length in packs)
 
-    def _dynamic_micro_batches(self, micro_batches: list[tuple[int, int, int]], sequence_dim: int) -> Iterator[SlicedDataDict]:
+    def _dynamic_micro_batches(
+        self, micro_batches: list[tuple[int, int, int]], sequence_dim: int
+    ) -> Iterator[SlicedDataDict]:
         for start, end, length in micro_batches:
             micro_batch = self.slice(start, end)
             micro_batch.truncate_tensors(sequence_dim, length)
@@ -553,14 +626,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         planned: list[tuple[int, int, int]] = []
         offset = 0
         for ranges, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
-            planned.extend((offset + start, offset + end, length) for (start, end), length in zip(ranges, lengths, strict=True))
+            planned.extend(
+                (offset + start, offset + end, length)
+                for (start, end), length in zip(ranges, lengths, strict=True)
+            )
             offset += ranges[-1][1]
         return planned
 
     @staticmethod
     def _require_batch_number(batch_idx: int, available: int) -> None:
         if not 0 <= batch_idx < available:
-            raise BatchError(f"batch_idx = {batch_idx}, but there are {available} global batches here; use 0 to {available - 1}")
+            raise BatchError(
+                f"batch_idx = {batch_idx}, but there are {available} global batches here; use 0 to "
+                f"{available - 1}"
+            )
 
     @staticmethod
     def _chunk_size(total: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
@@ -569,14 +648,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             raise BatchError(f"shards = {shards} must be at least 1; give the data-parallel size")
         if allow_uneven:
             if batch_size is not None:
-                raise BatchError(f"batch_size must be None if allow_uneven_shards is True, got {batch_size}; leave one of them out")
+                raise BatchError(
+                    f"batch_size must be None if allow_uneven_shards is True, got {batch_size}; leave one "
+                    "of them out"
+                )
             return max(total, 1)
         chunk = total if batch_size is None else batch_size
         if chunk < 1 or total % chunk:
-            raise BatchError(f"Total batch size ({total}) is not a multiple of batch_size ({chunk}); choose a batch_size that divides it")
+            raise BatchError(
+                f"Total batch size ({total}) is not a multiple of batch_size ({chunk}); choose a batch_size "
+                "that divides it"
+            )
         if chunk % shards:
             raise BatchError(
-                f"Batch size ({chunk}) is not a multiple of shards ({shards}); change the batch size or the data-parallel size"
+                f"Batch size ({chunk}) is not a multiple of shards ({shards}); change the batch size or the "
+                "data-parallel size"
             )
         return chunk
 
@@ -584,17 +670,22 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Checked lengths of all rows, and S."""
         inputs, lengths = (self._column(args[name], name) for name in ("input_key", "input_lengths_key"))
         if inputs.ndim < 2:
-            raise BatchError(f"batch key {args['input_key']!r} has shape {tuple(inputs.shape)}, it must be [B, S]; name the padded inputs")
+            raise BatchError(
+                f"batch key {args['input_key']!r} has shape {tuple(inputs.shape)}, it must be [B, S]; name "
+                "the padded inputs"
+            )
         if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
             raise BatchError(
-                f"batch key {args['input_lengths_key']!r} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}; "
+                f"batch key {args['input_lengths_key']!r} has shape {tuple(lengths.shape)} and dtype "
+                f"{lengths.dtype}; "
                 "lengths must be integers of shape [B]"
             )
         values, width = lengths.tolist(), inputs.shape[1]
         if values and not 1 <= min(values) <= max(values) <= width:
             bad = next(row for row, value in enumerate(values) if not 1 <= value <= width)
             raise BatchError(
-                f"{args['input_lengths_key']}[{bad}] = {values[bad]} is outside 1 to {width}, the width of {args['input_key']!r}; "
+                f"{args['input_lengths_key']}[{bad}] = {values[bad]} is outside 1 to {width}, the width of "
+                f"{args['input_key']!r}; "
                 "correct the lengths or drop empty rows"
             )
         return values, width
@@ -602,7 +693,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def _column(self, key: str, role: str) -> Tensor:
         value = self.data.get(key)
         if not isinstance(value, Tensor):
-            raise BatchError(f"{role} = {key!r} must name a tensor of the batch, which has the keys {sorted(self.data)}; name one of them")
+            raise BatchError(
+                f"{role} = {key!r} must name a tensor of the batch, which has the keys {sorted(self.data)}; "
+                "name one of them"
+            )
         return value
 
     def _dealt(self, plans: Sequence[ShardPlan], packed: bool) -> list[DealtRows]:
@@ -625,7 +719,13 @@ class DealtRows:
         micro_batches: attributes of the shard.
     """
 
-    def __init__(self, batch: BatchedDataDict[Any], packer: Packer, rows: Sequence[int], micro_batches: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        batch: BatchedDataDict[Any],
+        packer: Packer,
+        rows: Sequence[int],
+        micro_batches: Mapping[str, Any],
+    ) -> None:
         self.rows = rows
         self._batch = batch
         self._packer = packer
@@ -666,7 +766,9 @@ def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
     }
 
 
-def _arrived(kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]) -> BatchedDataDict[Any]:
+def _arrived(
+    kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]
+) -> BatchedDataDict[Any]:
     """Return a batch of what came from another process."""
     batch = kind(parcels.unpack())
     vars(batch).update(attributes)

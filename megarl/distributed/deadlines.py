@@ -14,7 +14,15 @@ from types import MappingProxyType
 from megarl.config.nested import at
 from megarl.config.sections import DeadlinesConfig
 
-STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE = "step", "logprobs", "generate", "save", "load", "refit", "validate"
+STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE = (
+    "step",
+    "logprobs",
+    "generate",
+    "save",
+    "load",
+    "refit",
+    "validate",
+)
 PHASES = (STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE)
 """Phases that have a deadline of their own, ``deadlines.PHASE_s``."""
 

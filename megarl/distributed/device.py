@@ -27,7 +27,11 @@ from megarl.errors import ConfigError, Violation
 MEBIBYTE = 1024 * 1024
 # What cuBLAS, Transformer Engine and NCCL read when they start: the values with which they give the same
 # bits, the preferred one first.
-_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",), "NCCL_ALGO": ("Ring",)}
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    "NCCL_ALGO": ("Ring",),
+}
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 """Environment in which cuBLAS rounds no operand of a float32 product to TF32, whoever calls it; read when it
@@ -90,7 +94,9 @@ class DeviceRuntime:
         products = torch.backends.cuda.matmul
         # torch allows both by default; it loses digits in long sums, and a layout would then differ from
         # plain transformers by more than rounding.
-        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (
+            False
+        )
         products.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         if deterministic:
             self._set_deterministic()
@@ -101,7 +107,13 @@ class DeviceRuntime:
             found = env.text(name, values[0])
             if found not in values:
                 bound = f"the environment has {name} = {found}, with which the same run may give other bits"
-                raise ConfigError([Violation("policy.deterministic", True, bound, f"unset {name}, or set it to {values[0]}")])
+                raise ConfigError(
+                    [
+                        Violation(
+                            "policy.deterministic", True, bound, f"unset {name}, or set it to {values[0]}"
+                        )
+                    ]
+                )
             env.set_variables({name: found})
         # the backward passes of these two kinds of attention have no deterministic kernel; FlashAttention's
         # has one
@@ -168,7 +180,10 @@ class DeviceRuntime:
             return False
         # The allocator's own unused blocks count as free for this process, though for nobody else.
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return self.free_memory() + unused - size >= left * torch.cuda.get_device_properties(self.device).total_memory
+        return (
+            self.free_memory() + unused - size
+            >= left * torch.cuda.get_device_properties(self.device).total_memory
+        )
 
     def gpu_figures(self) -> dict[str, float]:
         """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says
@@ -179,7 +194,11 @@ class DeviceRuntime:
             found = nvml.gpu_figures(self.device.index)
         except RuntimeError:
             return {}
-        figures = {"free_memory_mb": found.free_mb, "power_w": found.power_w, "utilization_percent": found.utilization_percent}
+        figures = {
+            "free_memory_mb": found.free_mb,
+            "power_w": found.power_w,
+            "utilization_percent": found.utilization_percent,
+        }
         return {name: value for name, value in figures.items() if value is not None}
 
     def facts(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -202,9 +221,17 @@ class DeviceRuntime:
             "peak_memory_allocated_mb": figures.peak_allocated_mb,
             "peak_memory_reserved_mb": figures.peak_reserved_mb,
             **self.gpu_figures(),
-            "parameter_sample": {name: {"device": str(parameter.device), "shape": list(parameter.shape), "dtype": str(parameter.dtype)}},
+            "parameter_sample": {
+                name: {
+                    "device": str(parameter.device),
+                    "shape": list(parameter.shape),
+                    "dtype": str(parameter.dtype),
+                }
+            },
             "env_vars": {
-                key: value for key, value in env.snapshot().items() if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
+                key: value
+                for key, value in env.snapshot().items()
+                if key.startswith("CUDA") or key in {"LOCAL_RANK", "RANK", "WORLD_SIZE"}
             },
         }
 
@@ -314,11 +341,16 @@ def runtime() -> DeviceRuntime:
     wanted = wanted_device()
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ValueError("MEGARL_DEVICE = 'cuda': this process sees no CUDA device; set cluster.device=cpu or run where there is one")
+        raise ValueError(
+            "MEGARL_DEVICE = 'cuda': this process sees no CUDA device; set cluster.device=cpu or run where "
+            "there is one"
+        )
     if wanted == "cpu" or not available:
         return DeviceRuntime(torch.device("cpu"), "gloo")
     # Modulo: Ray shows a worker only its own GPU, whose index there is 0; under torchrun it sees all.
-    return DeviceRuntime(torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl")
+    return DeviceRuntime(
+        torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl"
+    )
 
 
 def runtime_on(device: torch.device) -> DeviceRuntime:
@@ -338,4 +370,6 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` says that there was no memory, on a CPU or on a GPU, in this process or as
     another one's text."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error).lower() for sign in _NO_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        sign in str(error).lower() for sign in _NO_MEMORY
+    )

@@ -38,12 +38,15 @@ class NamedSharding:
         self._names = list(names)
         if self._layout.ndim != len(self._names):
             raise ShardingError(
-                f"Number of dimensions of the layout ({self._layout.ndim}) must match the number of axis names ({len(self._names)}: "
+                f"Number of dimensions of the layout ({self._layout.ndim}) must match the number of axis "
+                f"names ({len(self._names)}: "
                 f"{self._names}); give one name an axis"
             )
         if len(set(self._names)) != len(self._names):
             raise ShardingError(f"Axis names {self._names} are not distinct; rename one")
-        self._coordinates = {int(rank): tuple(map(int, place)) for place, rank in np.ndenumerate(self._layout)}
+        self._coordinates = {
+            int(rank): tuple(map(int, place)) for place, rank in np.ndenumerate(self._layout)
+        }
 
     @property
     def shape(self) -> dict[str, int]:
@@ -77,7 +80,10 @@ class NamedSharding:
             ShardingError: the rank is not in the layout.
         """
         if worker_id not in self._coordinates:
-            raise ShardingError(f"Worker ID {worker_id} not found in sharding layout. It holds {self.size} ranks, shape {self.shape}")
+            raise ShardingError(
+                f"Worker ID {worker_id} not found in sharding layout. It holds {self.size} ranks, shape "
+                f"{self.shape}"
+            )
         return dict(zip(self._names, self._coordinates[worker_id], strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
@@ -106,7 +112,9 @@ class NamedSharding:
         for axis, index in coords.items():
             size = self.get_axis_size(axis)
             if not 0 <= index < size:
-                raise ShardingIndexError(f"Index {index} is out of bounds for axis '{axis}' of size {size}; use 0 to {size - 1}")
+                raise ShardingIndexError(
+                    f"Index {index} is out of bounds for axis '{axis}' of size {size}; use 0 to {size - 1}"
+                )
         selected = self._layout[self._selector(coords)]
         remaining = [name for name in self._names if name not in coords]
         return NamedSharding(selected, remaining) if remaining else int(selected)
@@ -150,7 +158,9 @@ def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
     try:
         given = np.asarray(layout)
     except ValueError as error:
-        raise ShardingError(f"{only_integers} in a full grid, got {layout!r} ({error}); give every row the same length") from None
+        raise ShardingError(
+            f"{only_integers} in a full grid, got {layout!r} ({error}); give every row the same length"
+        ) from None
     # Booleans and strings are refused here; floats only where they are whole, as NeMo-RL's class takes them.
     if given.size and not (np.issubdtype(given.dtype, np.integer) or np.issubdtype(given.dtype, np.floating)):
         raise ShardingError(f"{only_integers}, got values of type {given.dtype}; write ranks 0, 1, 2, ...")
@@ -159,5 +169,7 @@ def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
     ranks = given.astype(np.int64)
     values, counts = np.unique(ranks, return_counts=True)
     if np.any(counts > 1):
-        raise ShardingError(f"Duplicate ranks found in layout: {values[counts > 1].tolist()}; every rank may appear once")
+        raise ShardingError(
+            f"Duplicate ranks found in layout: {values[counts > 1].tolist()}; every rank may appear once"
+        )
     return ranks

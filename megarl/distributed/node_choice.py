@@ -41,12 +41,15 @@ class RayNode:
     def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
         """Return the node, some bundles of which are somebody else's."""
         total, free = (
-            {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()} for amounts in (self.total, self.free)
+            {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()}
+            for amounts in (self.total, self.free)
         )
         return replace(self, total=total, free=free)
 
 
-def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]) -> list[RayNode]:
+def choose_nodes(
+    counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]
+) -> list[RayNode]:
     """A node for each entry of ``counts``, each another one, in the order of ``nodes`` as far as their sizes
     allow.
 
@@ -66,19 +69,25 @@ def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequ
     if chosen is None:
         have = ", ".join(f"{node.name}: {_capacity(bundle, node.total)}" for node in nodes)
         raise ResourceInsufficientError(
-            f"bundles of each node = {list(counts)}, each bundle {dict(bundle)}: every entry needs a node of its own. "
+            f"bundles of each node = {list(counts)}, each bundle {dict(bundle)}: every entry needs a node "
+            "of its own. "
             f"The {len(nodes)} nodes hold so many bundles: {have}. "
-            "Fix: start more or equal nodes (sbatch --nodes), or lower cluster.num_nodes or cluster.gpus_per_node"
+            "Fix: start more or equal nodes (sbatch --nodes), or lower cluster.num_nodes or "
+            "cluster.gpus_per_node"
         )
     return chosen
 
 
-def _match(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool) -> list[RayNode] | None:
+def _match(
+    counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool
+) -> list[RayNode] | None:
     """Let the largest entry choose first: whatever it takes, no smaller one could have used better."""
     left = list(nodes)
     chosen: dict[int, RayNode] = {}
     for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
-        fitting = (node for node in left if _capacity(bundle, node.free if free else node.total) >= counts[index])
+        fitting = (
+            node for node in left if _capacity(bundle, node.free if free else node.total) >= counts[index]
+        )
         node = next(fitting, None)
         if node is None:
             return None

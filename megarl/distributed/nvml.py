@@ -108,14 +108,23 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 
 def _handle(nvml: Any, device_idx: int) -> Any:
     """Return the GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
-    visible = [name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()]
+    visible = [
+        name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()
+    ]
     if not visible:
         return nvml.nvmlDeviceGetHandleByIndex(device_idx)
     if not 0 <= device_idx < len(visible):
         names = ",".join(visible)
-        raise RuntimeError(f"device {device_idx}: CUDA_VISIBLE_DEVICES = {names!r} names {len(visible)}. Fix: give one of these")
+        raise RuntimeError(
+            f"device {device_idx}: CUDA_VISIBLE_DEVICES = {names!r} names {len(visible)}. Fix: give one of "
+            "these"
+        )
     name = visible[device_idx]
-    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
+    return (
+        nvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdecimal()
+        else nvml.nvmlDeviceGetHandleByUUID(name)
+    )
 
 
 def _asked(nvml: Any, question: Any) -> Any:

@@ -94,7 +94,10 @@ class Parcels:
 
     def unpack(self) -> dict[str, Any]:
         """Return the columns."""
-        return {name: value.unpack(self.lengths) if isinstance(value, Parcel) else value for name, value in self.columns.items()}
+        return {
+            name: value.unpack(self.lengths) if isinstance(value, Parcel) else value
+            for name, value in self.columns.items()
+        }
 
 
 class Packer:
@@ -129,7 +132,9 @@ class Packer:
             else:
                 values = (array[:, 0] if form == "row" else array)[chosen]
             size = len(array) if rows is None else len(rows)
-            packed[name] = Parcel(value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill)
+            packed[name] = Parcel(
+                value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill
+            )
         return Parcels(packed, None if lengths is None else lengths.astype(np.int32))
 
     @cached_property
@@ -145,14 +150,18 @@ class Packer:
         rows, width = wide.shape[:2]
         # A column of that name may be a user's own, with other numbers in it: then nothing is cut.
         fit = lengths.shape == (rows,) and bool(np.all((lengths >= 0) & (lengths <= width)))
-        return lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
+        return (
+            lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
+        )
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
         """The form of each column, and what stands in its padding."""
         wide = [array.shape[1] for array in self._arrays.values() if array.ndim > 1]
         padding = None if self._lengths is None else ~inside(0, self._lengths, wide[0])
-        return {name: _form(array, self._columns[name].dtype, padding) for name, array in self._arrays.items()}
+        return {
+            name: _form(array, self._columns[name].dtype, padding) for name, array in self._arrays.items()
+        }
 
 
 def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
@@ -202,7 +211,11 @@ def _taken(value: Any, rows: Sequence[int] | None) -> Any:
 def _ends(array: np.ndarray) -> np.ndarray:
     """Return the place behind the last value of each row that is not zero, [B]."""
     written = array != 0 if array.ndim == 2 else np.any(array.reshape(*array.shape[:2], -1) != 0, axis=2)
-    ends = written.shape[1] - np.argmax(written[:, ::-1], axis=1) if written.shape[1] else np.zeros(len(array), np.int64)
+    ends = (
+        written.shape[1] - np.argmax(written[:, ::-1], axis=1)
+        if written.shape[1]
+        else np.zeros(len(array), np.int64)
+    )
     return np.where(written.any(axis=1), ends, 0)
 
 

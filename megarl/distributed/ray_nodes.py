@@ -33,7 +33,10 @@ def alive_nodes() -> list[RayNode]:
         # A private function: Ray's public one sums over the cluster, and a part has to fit on one node.
         free = available_resources_per_node()
     living = [node for node in ray_calls.nodes() if node["Alive"]]
-    nodes = [RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in living]
+    nodes = [
+        RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in living
+    ]
     return sorted(nodes, key=lambda node: _natural(node.name))
 
 
@@ -41,7 +44,14 @@ def lost_node_name(node_id: str) -> str | None:
     """Return the name of a node that was there and is gone; None for one that lives, and where Ray cannot
     say."""
     try:
-        return next((node["NodeName"] for node in ray_calls.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
+        return next(
+            (
+                node["NodeName"]
+                for node in ray_calls.nodes()
+                if node["NodeID"] == node_id and not node["Alive"]
+            ),
+            None,
+        )
     except (RayError, RuntimeError, OSError):
         return None
 
@@ -66,8 +76,10 @@ def wait_for_nodes(
             return
         if time.monotonic() - start >= timeout_s:
             raise MissingNodesError(
-                f"{len(missing)} of {len(expected)} nodes did not join Ray within {timeout_s:g} s: {', '.join(missing)}. "
-                "Fix: see their node-N.log beside the token, and whether they reach the first node; then leave them out (sbatch --exclude)"
+                f"{len(missing)} of {len(expected)} nodes did not join Ray within {timeout_s:g} s: "
+                f"{', '.join(missing)}. "
+                "Fix: see their node-N.log beside the token, and whether they reach the first node; then "
+                "leave them out (sbatch --exclude)"
             )
         if len(expected) - len(missing) != seen:
             seen = len(expected) - len(missing)
@@ -82,7 +94,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the nodes named; 0 when all are there, 3 when some are missing, 1 when there is no Ray."""
-    parser = argparse.ArgumentParser(description="Wait until all nodes have joined the Ray cluster at RAY_ADDRESS.")
+    parser = argparse.ArgumentParser(
+        description="Wait until all nodes have joined the Ray cluster at RAY_ADDRESS."
+    )
     parser.add_argument("--expect", required=True, type=lambda text: text.split(","), metavar="NAME,NAME,...")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     arguments = parser.parse_args(argv)

@@ -58,7 +58,10 @@ class LocalRay:
         start = getattr(services, "ConsolePopen", None)
         if self._keeper is None or start is None:
             if self._keeper is not None:
-                logger.warning("this version of Ray starts its processes otherwise: a signal to the driver's group ends them too")
+                logger.warning(
+                    "this version of Ray starts its processes otherwise: a signal to the driver's group "
+                    "ends them too"
+                )
             yield
             return
 
@@ -92,7 +95,9 @@ class LocalRay:
         try:
             keeper.wait(_FAREWELL_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("processes of Ray are still ending; its directory %s goes when they have", self.private)
+            logger.warning(
+                "processes of Ray are still ending; its directory %s goes when they have", self.private
+            )
 
     def _tell(self, line: str) -> None:
         if self._keeper is not None and self._keeper.stdin is not None:
@@ -105,11 +110,19 @@ class LocalRay:
 def _private_directory(log_dir: str | None) -> Path:
     """Return a new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is
     too long for Unix sockets, in ``/tmp``."""
-    wanted = [log_dir] if log_dir is not None else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
+    wanted = (
+        [log_dir]
+        if log_dir is not None
+        else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
+    )
     for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
         # mkdtemp appends eight letters
         if len(os.fsencode(os.path.join(parent, f"{PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
-            logger.warning("Ray's own files do not go below %s: that is longer than the %d bytes Ray can use", parent, LONGEST_DIRECTORY)
+            logger.warning(
+                "Ray's own files do not go below %s: that is longer than the %d bytes Ray can use",
+                parent,
+                LONGEST_DIRECTORY,
+            )
             continue
         try:
             Path(parent).mkdir(parents=True, exist_ok=True)
@@ -127,4 +140,6 @@ def _start_keeper() -> subprocess.Popen[bytes] | None:
     command = [sys.executable, "-I", "-S", os.path.abspath(ray_keeper.__file__), str(os.getpid())]
     # nothing of the driver's is held: no pipe that somebody reads to its end, no directory
     nothing = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True
+    )

@@ -79,7 +79,14 @@ _FORWARDED_PREFIXES = (
     "VLLM_",
 )
 # Ray assigns devices to workers itself; the driver's own choice must not override it.
-_NEVER_FORWARDED = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT", *env.UNSAFE}
+_NEVER_FORWARDED = {
+    "CUDA_VISIBLE_DEVICES",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONSTARTUP",
+    "PYTHONBREAKPOINT",
+    *env.UNSAFE,
+}
 
 
 def init_ray(
@@ -154,7 +161,10 @@ def _shut_down(end_processes: Callable[[], None]) -> None:
         logger.warning("Ray has not shut down after %g s; its processes are killed", SHUTDOWN_SECONDS)
         end_processes()
         if not done.wait(_STUCK_SECONDS):
-            leave_late("ray.shutdown does not come back. Fix: see whether Ray's processes run; what the run has written is whole")
+            leave_late(
+                "ray.shutdown does not come back. Fix: see whether Ray's processes run; what the run has "
+                "written is whole"
+            )
 
     bound = threading.Thread(target=end, name="bound of ray.shutdown", daemon=True)
     bound.start()
@@ -192,7 +202,9 @@ def _termination_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _init_with_one_retry(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
+def _init_with_one_retry(
+    options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
+) -> None:
     """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late
     for the others."""
     try:
@@ -204,7 +216,9 @@ def _init_with_one_retry(options: Mapping[str, Any], end: float, watched: Callab
         _init_in_time(options, end, watched)
 
 
-def _init_in_time(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
+def _init_in_time(
+    options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
+) -> None:
     """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no
     process of Ray is left.
 
@@ -244,7 +258,8 @@ def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
     def tell() -> None:
         while not done.wait(TOLD_AFTER_SECONDS):
             logger.warning(
-                "Ray has not started after %.0f s; waiting at most %g s for its processes (gcs_server, raylet and the raylet's agents). "
+                "Ray has not started after %.0f s; waiting at most %g s for its processes (gcs_server, "
+                "raylet and the raylet's agents). "
                 "Their logs: the newest session in %s",
                 time.monotonic() - begun,
                 seconds,
@@ -267,7 +282,11 @@ def _end_processes_of_ray(others: Collection[int]) -> None:
         others: children of this process that are older, which stay.
     """
     # By their command lines: Ray's processes start new sessions, so that no process group names them.
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others and _is_of_ray(child)]
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in others and _is_of_ray(child)
+    ]
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -289,8 +308,15 @@ def _failure(error: Exception) -> type[MegarlError]:
     return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
 
 
-def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float, silent_s: float) -> None:
-    options = {"address": address, "runtime_env": runtime_env, "log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+def _attach(
+    address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float, silent_s: float
+) -> None:
+    options = {
+        "address": address,
+        "runtime_env": runtime_env,
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.WARNING,
+    }
     try:
         _init_in_time(options, end, functools.partial(watched_join, address, silent_s))
     except Exception as error:
@@ -310,7 +336,9 @@ def _start_local(
     silent_s: float,
 ) -> None:
     if num_cpus is not None and num_cpus < 1:
-        raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
+        raise ClusterError(
+            f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks"
+        )
     _ask_for_a_token()
     slots = num_cpus if num_cpus is not None else local_slots()
     # A Ray that died in an earlier run of this process leaves its directory behind until somebody ends it.
@@ -338,11 +366,16 @@ def _start_local(
         local.keep_files()
         # Ray raises plain Exceptions where a process of its own does not come up
         raise _failure(error)(
-            f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in {local.directory}, which you may remove"
+            f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in "
+            f"{local.directory}, which you may remove"
         ) from error
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
-        logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
+        logger.warning(
+            "the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told "
+            "otherwise",
+            address,
+        )
 
 
 @contextlib.contextmanager

@@ -86,7 +86,13 @@ class PortWatch:
         on_lost: called once, in another thread, with a message; None ends this process (``leave``).
     """
 
-    def __init__(self, name: str, address: str, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        silent_s: float = SILENT_SECONDS,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
         self._name, self._address, self._silent_s, self._on_lost = name, address, silent_s, on_lost or leave
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"watch over {name}", daemon=True)
@@ -105,7 +111,9 @@ class PortWatch:
             gone = time.monotonic() - seen
             if fault == 0:
                 seen = time.monotonic()
-            elif gone > (min(REFUSED_SECONDS, self._silent_s) if fault == errno.ECONNREFUSED else self._silent_s):
+            elif gone > (
+                min(REFUSED_SECONDS, self._silent_s) if fault == errno.ECONNREFUSED else self._silent_s
+            ):
                 self._on_lost(self._message(gone, fault))
                 return
 
@@ -157,12 +165,19 @@ class ProcessWatch:
         on_lost: Callable[[str], None] | None = None,
         is_lost: Callable[[], bool] | None = None,
     ) -> None:
-        self._name, self._process_id, self._silent_s, self._on_lost = name, process_id, silent_s, on_lost or leave
+        self._name, self._process_id, self._silent_s, self._on_lost = (
+            name,
+            process_id,
+            silent_s,
+            on_lost or leave,
+        )
         self._is_lost = is_lost or (lambda: True)
         self._process = os.pidfd_open(process_id)
         # A pipe and no event: poll waits for it and for the process at once.
         self._closed, self._close = os.pipe()
-        self._thread = threading.Thread(target=self._watch, name=f"watch over process {process_id}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name=f"watch over process {process_id}", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -184,21 +199,31 @@ class ProcessWatch:
             if not self._is_stopped():
                 ran = time.monotonic()
             elif self._silent_s is not None and (stopped_s := time.monotonic() - ran) > self._silent_s:
-                self._on_lost(_lost(f"{self._name}, process {self._process_id}, has been stopped by a signal for {stopped_s:.0f} s"))
+                self._on_lost(
+                    _lost(
+                        f"{self._name}, process {self._process_id}, has been stopped by a signal for "
+                        f"{stopped_s:.0f} s"
+                    )
+                )
                 return
         if all(descriptor != self._closed for descriptor, _ in ready) and self._is_lost():
             self._on_lost(_lost(f"{self._name}, process {self._process_id}, is gone"))
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self._process_id).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            return psutil.Process(self._process_id).status() in (
+                psutil.STATUS_STOPPED,
+                psutil.STATUS_TRACING_STOP,
+            )
         return False
 
 
 def _lost(what: str) -> str:
     return (
-        f"{what}. Without it no worker can be reached. Fix: see what stopped or ended it, for example the kernel when memory ran out "
-        "(MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start the run again: it goes on from its last checkpoint"
+        f"{what}. Without it no worker can be reached. Fix: see what stopped or ended it, for example the "
+        "kernel when memory ran out "
+        "(MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start the run again: it goes on from "
+        "its last checkpoint"
     )
 
 
@@ -211,7 +236,9 @@ class StartWatch:
         silent_s, on_lost: as of ``ProcessWatch``.
     """
 
-    def __init__(self, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None
+    ) -> None:
         self._silent_s, self._on_lost = silent_s, on_lost
         self._watches: list[ProcessWatch] = []
 
@@ -223,7 +250,11 @@ class StartWatch:
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
-            self._watches.append(ProcessWatch(name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0))
+            self._watches.append(
+                ProcessWatch(
+                    name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
+                )
+            )
 
     def __exit__(self, *_: object) -> None:
         for watch in self._watches:
@@ -262,9 +293,14 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
     # First of all: the calls below are calls of Ray, which may hang as any other.
     stack.enter_context(ray_calls.bounded(least_s, leave_late))
     stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
-    own = next((node for node in ray_calls.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()), None)
+    own = next(
+        (node for node in ray_calls.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()),
+        None,
+    )
     if own is not None:
-        stack.callback(PortWatch(RAYLET, f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}", silent_s).close)
+        stack.callback(
+            PortWatch(RAYLET, f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}", silent_s).close
+        )
     raylet = own_raylet()
     if raylet is not None:
         stack.callback(ProcessWatch(RAYLET, raylet, None).close)

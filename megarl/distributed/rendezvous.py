@@ -82,13 +82,17 @@ def open_listener(address: str) -> int:
         ClusterError: the address does not belong to this host.
     """
     if _rendezvous.listener is not None or _rendezvous.store is not None:
-        raise StateError(f"rendezvous listener of this process is open already (address {address}). Fix: open it once for a worker")
+        raise StateError(
+            f"rendezvous listener of this process is open already (address {address}). Fix: open it once "
+            "for a worker"
+        )
     try:
         # Port 0: the kernel chooses a free one, which a number from a configuration need not be.
         listener = listening_socket(address, 0)
     except OSError as error:
         raise ClusterError(
-            f"rendezvous address = {address!r} cannot be bound on {socket.gethostname()} ({error}): an address of this host is needed. "
+            f"rendezvous address = {address!r} cannot be bound on {socket.gethostname()} ({error}): an "
+            "address of this host is needed. "
             "Fix: start Ray with the right --node-ip-address"
         ) from error
     _rendezvous.listener = listener
@@ -100,7 +104,9 @@ def set_endpoint(endpoint: Endpoint) -> None:
     _rendezvous.endpoint = endpoint
 
 
-def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None) -> None:
+def init_process_group(
+    backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None
+) -> None:
     """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every
     worker calls this.
 
@@ -137,7 +143,9 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     check_membership(store, endpoint, rank, world_size)
     if rank == 0:
         _check_proofs(store, endpoint, world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
+    )
 
 
 def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
@@ -146,7 +154,10 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
 
     listener = _rendezvous.listener
     if rank == 0 and listener is None:
-        raise StateError("rank 0 has an endpoint but no listening socket. Fix: call rendezvous.open_listener in this process first")
+        raise StateError(
+            "rank 0 has an endpoint but no listening socket. Fix: call rendezvous.open_listener in this "
+            "process first"
+        )
     descriptor = None
     if listener is not None:
         # The store owns, and later closes, the descriptor.
@@ -166,7 +177,8 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
         )
     except dist.DistError as error:
         raise DeadlineError(
-            f"rendezvous of rank {rank} at {endpoint.address}:{endpoint.port} failed: no answer within {timeout.total_seconds():g} s "
+            f"rendezvous of rank {rank} at {endpoint.address}:{endpoint.port} failed: no answer within "
+            f"{timeout.total_seconds():g} s "
             f"({error}). Fix: see why rank 0 stopped, or let the hosts reach each other"
         ) from error
 
@@ -184,25 +196,35 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
     """
     where = f"at {endpoint.address}:{endpoint.port}"
     if not 0 <= rank < world_size:
-        raise ClusterError(f"RANK = {rank} {where}: it must lie in [0, {world_size}). Fix: check RANK and WORLD_SIZE of the workers")
+        raise ClusterError(
+            f"RANK = {rank} {where}: it must lie in [0, {world_size}). Fix: check RANK and WORLD_SIZE of "
+            "the workers"
+        )
     if _agreed_value(store, "run_id", _proof(endpoint, "run"), rank, where) != _proof(endpoint, "run"):
         raise ClusterError(
             f"rank {rank} came with another run id than the group {where} has: another group meets there. "
             "Fix: give every group its own rank 0"
         )
-    agreed, _, proven = _agreed_value(store, "world_size", f"{world_size} {_proof(endpoint, 'size', world_size)}", rank, where).partition(
-        " "
-    )
+    agreed, _, proven = _agreed_value(
+        store, "world_size", f"{world_size} {_proof(endpoint, 'size', world_size)}", rank, where
+    ).partition(" ")
     if agreed != str(world_size):
         raise ClusterError(
-            f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: they must be equal. "
+            f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: "
+            "they must be equal. "
             "Fix: start every rank with the same world size"
         )
     if proven != _proof(endpoint, "size", world_size):
-        raise ClusterError(f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches that port")
+        raise ClusterError(
+            f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches "
+            "that port"
+        )
     # The store adds in one step, so that of two processes with one rank only the first is let in.
     if store.add(f"rank_{rank}", 1) > 1:
-        raise ClusterError(f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process its own rank")
+        raise ClusterError(
+            f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process "
+            "its own rank"
+        )
     store.set(f"proof_{rank}", _proof(endpoint, "rank", rank))
 
 
@@ -221,11 +243,14 @@ def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
         try:
             given = store.get(f"proof_{rank}").decode(errors="replace")
         except dist.DistError as error:
-            raise DeadlineError(f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped") from error
+            raise DeadlineError(
+                f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped"
+            ) from error
         # In constant time: how long a comparison takes would tell how much of a guess is correct.
         if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
             raise ClusterError(
-                f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see who reaches that port"
+                f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see "
+                "who reaches that port"
             )
 
 
@@ -244,7 +269,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
         return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
     except dist.DistError as error:
         raise DeadlineError(
-            f"rendezvous of rank {rank} {where} failed: rank 0 did not say its {key} ({error}). Fix: see why rank 0 stopped"
+            f"rendezvous of rank {rank} {where} failed: rank 0 did not say its {key} ({error}). Fix: see "
+            "why rank 0 stopped"
         ) from error
 
 
@@ -284,7 +310,11 @@ def set_group_timeouts(seconds: float) -> None:
     timeout = datetime.timedelta(seconds=seconds)
     # torch has no public way to change a time-out after a group was made, and Megatron-Core makes its own.
     for group in list(distributed_c10d._world.pg_map):
-        backends = {id(backend): backend for device in group._device_types if (backend := _innermost(group._get_backend(device)))}
+        backends = {
+            id(backend): backend
+            for device in group._device_types
+            if (backend := _innermost(group._get_backend(device)))
+        }
         for backend in backends.values():
             backend._set_default_timeout(timeout)
 

@@ -45,11 +45,15 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
         secret: None for that of this process's run.
     """
     key = own_secret() if secret is None else secret
-    message = b"".join(len(part).to_bytes(8, "big") + part for part in (text.encode() for text in (purpose, *parts)))
+    message = b"".join(
+        len(part).to_bytes(8, "big") + part for part in (text.encode() for text in (purpose, *parts))
+    )
     return hmac.new(key.encode(), message, "sha256").hexdigest()
 
 
 def proves(given: object, purpose: str, *parts: str, secret: str | None = None) -> bool:
     """Return whether ``given``, which may be anything, is that proof. Takes equally long for every wrong
     one."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(purpose, *parts, secret=secret).encode())
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode(), proof(purpose, *parts, secret=secret).encode()
+    )

@@ -102,10 +102,14 @@ def plan_uneven(total: int, shards: int) -> list[list[int]]:
     """Return rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
     shards may be smaller or empty."""
     share = -(-total // shards)
-    return [list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)]
+    return [
+        list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)
+    ]
 
 
-def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: int, args: DynamicBatchingArgs) -> list[ShardPlan]:
+def plan_dynamic(
+    lengths: Sequence[int], width: int, batch_size: int, shards: int, args: DynamicBatchingArgs
+) -> list[ShardPlan]:
     """Group rows of similar length, with the same micro-batch limits and padded lengths on all shards.
 
     Each chunk is sorted by length and dealt round-robin; slot i of all shards together decides the padded
@@ -131,7 +135,8 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
     if padded(longest) * together > budget:
         raise BatchError(
             f"sequence length {longest}, padded to {padded(longest)} tokens{_times(together)}, exceeds "
-            f"max_tokens_per_microbatch = {budget}; raise the token budget to at least the padded length or shorten the sequences"
+            f"max_tokens_per_microbatch = {budget}; raise the token budget to at least the padded length or "
+            "shorten the sequences"
         )
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
@@ -140,7 +145,9 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
         shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
         # Groups are sorted, so the last group of a slot is the longest that any shard has there: all shards
         # run that shape, and no collective of theirs waits for another number of micro-batches.
-        slot_lengths = [padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]]
+        slot_lengths = [
+            padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]
+        ]
         ranges, rounded = _cut_by_budget(slot_lengths, budget // together)
         for shard, plan in enumerate(plans):
             rows = [row for group in shortest_first[shard::shards] for row in group]
@@ -148,7 +155,9 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
     return plans
 
 
-def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: SequencePackingArgs) -> list[ShardPlan]:
+def plan_packed(
+    lengths: Sequence[int], batch_size: int, shards: int, args: SequencePackingArgs
+) -> list[ShardPlan]:
     """Pack each chunk into bins, the same number for every shard; a bin is a micro-batch. Shards may get
     different numbers of rows.
 
@@ -187,7 +196,9 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
             for members in dealt[shard::shards]:
                 ranges.append([len(rows), len(rows) + len(members)])
                 rows.extend(start + member for member in members)
-            plan.add_chunk(rows, ranges, [sum(map(padded.__getitem__, members)) for members in dealt[shard::shards]])
+            plan.add_chunk(
+                rows, ranges, [sum(map(padded.__getitem__, members)) for members in dealt[shard::shards]]
+            )
     return plans
 
 
@@ -196,14 +207,19 @@ def _rows_together(args: DynamicBatchingArgs | SequencePackingArgs, batch_size: 
     _require_positive("rows_together", together)
     if batch_size % (together * shards):
         raise BatchError(
-            f"Batch size ({batch_size}) is not a multiple of shards ({shards}) x rows that stay together ({together}); choose a multiple"
+            f"Batch size ({batch_size}) is not a multiple of shards ({shards}) x rows that stay together "
+            f"({together}); choose a multiple"
         )
     return together
 
 
 def _sums(values: Sequence[int], together: int) -> Sequence[int]:
     """Return the sum of each group of ``together`` consecutive values."""
-    return values if together == 1 else [sum(values[first : first + together]) for first in range(0, len(values), together)]
+    return (
+        values
+        if together == 1
+        else [sum(values[first : first + together]) for first in range(0, len(values), together)]
+    )
 
 
 def _times(rows: int) -> str:

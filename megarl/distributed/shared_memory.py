@@ -17,7 +17,8 @@ SHARED_MEMORY = Path("/dev/shm")
 LITTLE = 64 * 2**20
 """Bytes of room below which the batches and results of a step may not find theirs."""
 _FIX = (
-    "Fix: ls -l /dev/shm and remove what ended processes have left, or mount it larger (mount -o remount,size=8G /dev/shm; "
+    "Fix: ls -l /dev/shm and remove what ended processes have left, or mount it larger (mount -o "
+    "remount,size=8G /dev/shm; "
     "Docker: --shm-size=8g)"
 )
 
@@ -36,7 +37,10 @@ def note_of_full_memory() -> str:
     free = free_bytes()
     if free is None or free >= LITTLE:
         return ""
-    return f" {SHARED_MEMORY} has {free / 2**20:.1f} MiB free, which ends processes that share memory there (SIGBUS). {_FIX}"
+    return (
+        f" {SHARED_MEMORY} has {free / 2**20:.1f} MiB free, which ends processes that share memory there "
+        f"(SIGBUS). {_FIX}"
+    )
 
 
 class SharedMemoryWatch:
@@ -57,7 +61,8 @@ class SharedMemoryWatch:
         elif not self._told:
             self._told = True
             logger.warning(
-                "%s has %.1f MiB free, and Ray's object store may need up to %.0f MiB there: a process that finds no room for a page is "
+                "%s has %.1f MiB free, and Ray's object store may need up to %.0f MiB there: a process that "
+                "finds no room for a page is "
                 "ended by the kernel (SIGBUS). %s",
                 SHARED_MEMORY,
                 free / 2**20,

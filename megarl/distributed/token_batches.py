@@ -104,7 +104,9 @@ class TokenRows(Sequence[list[int]]):
             yield self[first:last]
 
 
-def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
+def supervised_batch(
+    examples: Sequence[Example], pad_token_id: int, rows: int | None = None
+) -> BatchedDataDict[Any]:
     """Return prompts with answers; only the answers' tokens, the end-of-sequence token among them, are
     targets; of a conversation all turns of the assistant.
 
@@ -120,10 +122,14 @@ def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int |
     """
     filling = max((rows or 0) - len(examples), 0)
     used = [*examples, *([examples[0]] * filling)]
-    input_ids, input_lengths = pad_rows([(*example.prompt_ids, *example.answer_ids) for example in used], pad_token_id)
+    input_ids, input_lengths = pad_rows(
+        [(*example.prompt_ids, *example.answer_ids) for example in used], pad_token_id
+    )
     token_mask = torch.zeros(input_ids.shape)
     for row, example in enumerate(used):
-        for start, end in example.targets or [(len(example.prompt_ids), len(example.prompt_ids) + len(example.answer_ids))]:
+        for start, end in example.targets or [
+            (len(example.prompt_ids), len(example.prompt_ids) + len(example.answer_ids))
+        ]:
             token_mask[row, start:end] = 1
     return BatchedDataDict(
         {

@@ -141,10 +141,13 @@ class RayVirtualCluster:
         ready_timeout_s: float = 180.0,
     ) -> None:
         self._placement_groups: list[PlacementGroup] | None = None
-        _check_arguments(bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries)
+        _check_arguments(
+            bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries
+        )
         if placement_group_strategy not in _STRATEGIES:
             raise ConfigError(
-                f"placement_group_strategy = {placement_group_strategy!r}: must be one of {', '.join(_STRATEGIES)}. Fix: SPREAD"
+                f"placement_group_strategy = {placement_group_strategy!r}: must be one of "
+                f"{', '.join(_STRATEGIES)}. Fix: SPREAD"
             )
         self._bundle_ct_per_node_list = list(bundle_ct_per_node_list)
         self.use_gpus = use_gpus
@@ -180,12 +183,16 @@ class RayVirtualCluster:
         """
         return self._init_placement_groups()
 
-    def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> list[PlacementGroup]:
+    def _init_placement_groups(
+        self, strategy: str | None = None, use_unified_pg: bool = False
+    ) -> list[PlacementGroup]:
         """Create the placement groups; ``use_unified_pg`` makes one group of all bundles, for workers that
         span nodes."""
         if self._placement_groups is None:
             if self._is_shut_down:
-                raise StateError(f"virtual cluster {self.name!r} was shut down. Fix: make a new RayVirtualCluster")
+                raise StateError(
+                    f"virtual cluster {self.name!r} was shut down. Fix: make a new RayVirtualCluster"
+                )
             if not ray.is_initialized():
                 init_ray()
             # Nodes of a job join one after another; a single host has what it has.
@@ -203,7 +210,10 @@ class RayVirtualCluster:
         kinds = {kind for node in nodes for kind in node.total}
         self._check_resources({kind: sum(node.total.get(kind, 0.0) for node in nodes) for kind in kinds})
         places = [(count, node_id or nodes[0].node_id) for count, node_id in self._places(nodes)]
-        return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
+        return [
+            node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id))
+            for node in nodes
+        ]
 
     def lost_nodes(self) -> list[str]:
         """Return names of the nodes that places were reserved on, and that are gone; none where all are on
@@ -219,14 +229,19 @@ class RayVirtualCluster:
             if total.get(kind, 0.0) < amount:
                 raise ResourceInsufficientError(
                     f"virtual cluster {self.name!r} needs {amount} {kind}s for {self.world_size()} bundles "
-                    f"(max_colocated_worker_groups = {self.max_colocated_worker_groups}); the Ray cluster has {total.get(kind, 0.0):g}. "
+                    f"(max_colocated_worker_groups = {self.max_colocated_worker_groups}); the Ray cluster "
+                    f"has {total.get(kind, 0.0):g}. "
                     f"Fix: {self._advice(kind, amount)}"
                 )
 
     def _advice(self, kind: str, amount: int) -> str:
         if not is_single_host():
             return "start more Ray nodes, or ask for fewer bundles"
-        return f"call init_ray(num_cpus={amount})" if kind == "CPU" else "pass use_gpus=False (cluster.device=cpu), or ask for fewer"
+        return (
+            f"call init_ray(num_cpus={amount})"
+            if kind == "CPU"
+            else "pass use_gpus=False (cluster.device=cpu), or ask for fewer"
+        )
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
         bundle, counts = self._bundle, self._bundle_ct_per_node_list
@@ -234,7 +249,11 @@ class RayVirtualCluster:
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         if unified:
             with ray_calls.calling("placement_group"):
-                groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
+                groups = [
+                    placement_group(
+                        [dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified"
+                    )
+                ]
         else:
             places, groups = self._places(alive_nodes()), []
             self._nodes = {node_id for _, node_id in places if node_id}
@@ -245,7 +264,11 @@ class RayVirtualCluster:
                     # A rank's neighbours in tensor parallelism have to be on its node, or their sums go over
                     # the network.
                     of_node = f"{name}-node{index}"
-                    groups.append(placement_group(bundles, strategy="STRICT_PACK", name=of_node, bundle_label_selector=selector))
+                    groups.append(
+                        placement_group(
+                            bundles, strategy="STRICT_PACK", name=of_node, bundle_label_selector=selector
+                        )
+                    )
         # Groups that Ray reserves later, after a failure here, would keep their places until Ray ends.
         try:
             self._await_reserved(groups)
@@ -267,13 +290,17 @@ class RayVirtualCluster:
                 lost = self.lost_nodes()
                 if lost:
                     raise WorkerLostError(
-                        f"virtual cluster {self.name!r}: node {', '.join(lost)} is lost, before Ray had reserved the bundles on it. "
+                        f"virtual cluster {self.name!r}: node {', '.join(lost)} is lost, before Ray had "
+                        "reserved the bundles on it. "
                         "Fix: see why it ended, and start the run again"
                     )
                 if time.monotonic() >= deadline:
-                    available = {kind: f"{ray_calls.available_resources().get(kind, 0.0):g}" for kind in self._bundle}
+                    available = {
+                        kind: f"{ray_calls.available_resources().get(kind, 0.0):g}" for kind in self._bundle
+                    }
                     raise DeadlineError(
-                        f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of {self._bundle} within "
+                        f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of "
+                        f"{self._bundle} within "
                         f"{self._ready_timeout_s:g} s; free now: {available}. "
                         "Fix: shut down other users of this Ray cluster, or wait longer"
                     )
@@ -289,7 +316,10 @@ class RayVirtualCluster:
         counts = [count for count in self._bundle_ct_per_node_list if count > 0]
         if len(nodes) == 1:
             return [(count, None) for count in counts]
-        return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)]
+        return [
+            (count, node.node_id)
+            for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)
+        ]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Return the address of the node of bundle 0 and a port that was free there a moment ago. Worker
@@ -298,13 +328,16 @@ class RayVirtualCluster:
         task = ray.remote(_get_node_ip_and_free_port).options(
             # Workers may have all CPUs of the bundle; a task that asks for one would wait for them.
             num_cpus=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=first, placement_group_bundle_index=0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=first, placement_group_bundle_index=0
+            ),
         )
         try:
             return ray_calls.get(ray_calls.submit(task), timeout=self._ready_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineError(
-                f"virtual cluster {self.name!r}: bundle 0 did not answer within {self._ready_timeout_s:g} s. Fix: check its node"
+                f"virtual cluster {self.name!r}: bundle 0 did not answer within {self._ready_timeout_s:g} "
+                "s. Fix: check its node"
             ) from error
 
     def shutdown(self) -> bool:
@@ -345,12 +378,18 @@ def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
         nodes = cluster.check_places(nodes)
 
 
-def _check_arguments(bundle_counts: list[int], use_gpus: bool, max_colocated: int, gpus_per_node: int, max_retries: int) -> None:
+def _check_arguments(
+    bundle_counts: list[int], use_gpus: bool, max_colocated: int, gpus_per_node: int, max_retries: int
+) -> None:
     if not bundle_counts or any(count < 0 for count in bundle_counts) or sum(bundle_counts) == 0:
-        raise ConfigError(f"bundle_ct_per_node_list = {bundle_counts}: counts must be >= 0 with at least one bundle. Fix: for example [2]")
+        raise ConfigError(
+            f"bundle_ct_per_node_list = {bundle_counts}: counts must be >= 0 with at least one bundle. Fix: "
+            "for example [2]"
+        )
     if use_gpus and max(bundle_counts) > gpus_per_node:
         raise ConfigError(
-            f"bundle_ct_per_node_list = {bundle_counts}: no node may have more than num_gpus_per_node = {gpus_per_node}. "
+            f"bundle_ct_per_node_list = {bundle_counts}: no node may have more than num_gpus_per_node = "
+            f"{gpus_per_node}. "
             "Fix: spread the bundles over more nodes, or raise num_gpus_per_node"
         )
     if max_colocated < 1:

@@ -27,10 +27,15 @@ def refuse_positional(method: str, positional: Sequence[Any]) -> None:
         BatchError: (also an AssertionError) there are positional arguments.
     """
     if positional:
-        raise BatchError(f"{method}: {len(positional)} positional arguments; 0 are accepted, only keyword arguments. Fix: name them")
+        raise BatchError(
+            f"{method}: {len(positional)} positional arguments; 0 are accepted, only keyword arguments. "
+            "Fix: name them"
+        )
 
 
-def workers_on_first_of(sharding: NamedSharding | None, world_size: int, axes: Sequence[str] | None) -> list[int]:
+def workers_on_first_of(
+    sharding: NamedSharding | None, world_size: int, axes: Sequence[str] | None
+) -> list[int]:
     """Indices of the workers whose coordinate is 0 on each of ``axes``; all workers when there are none.
 
     Raises:
@@ -40,10 +45,16 @@ def workers_on_first_of(sharding: NamedSharding | None, world_size: int, axes: S
         return list(range(world_size))
     known = _require(sharding)
     _check_axes(known, axes)
-    return [worker for worker in range(world_size) if all(known.get_worker_coords(worker)[axis] == 0 for axis in axes)]
+    return [
+        worker
+        for worker in range(world_size)
+        if all(known.get_worker_coords(worker)[axis] == 0 for axis in axes)
+    ]
 
 
-def plan_multiple_data(workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> list[WorkerCall]:
+def plan_multiple_data(
+    workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]
+) -> list[WorkerCall]:
     """The i-th called worker gets the i-th item of every list, and ``common_kwargs``.
 
     Raises:
@@ -86,14 +97,22 @@ def plan_sharded_data(
     _check_axes(known, [*in_sharded_axes, *replicate_on_axes, *output_is_replicated])
     both = sorted(set(in_sharded_axes) & set(replicate_on_axes))
     if both:
-        raise ConfigError(f"axes {both} are in in_sharded_axes and in replicate_on_axes: at most one is possible. Fix: drop one")
+        raise ConfigError(
+            f"axes {both} are in in_sharded_axes and in replicate_on_axes: at most one is possible. Fix: "
+            "drop one"
+        )
     _check_distinct(common_kwargs, nested)
-    free_axes = [axis for axis in known.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
+    free_axes = [
+        axis for axis in known.names if axis not in in_sharded_axes and axis not in replicate_on_axes
+    ]
     calls: list[WorkerCall] = []
     for worker in range(known.size):
         coordinates = known.get_worker_coords(worker)
         if all(coordinates[axis] == 0 for axis in free_axes):
-            shard = {name: _shard(name, value, known, in_sharded_axes, coordinates) for name, value in nested.items()}
+            shard = {
+                name: _shard(name, value, known, in_sharded_axes, coordinates)
+                for name, value in nested.items()
+            }
             returns = all(coordinates[axis] == 0 for axis in output_is_replicated)
             calls.append(WorkerCall(worker, {**shard, **common_kwargs}, returns))
         elif dummy_calls_on_free_axes:
@@ -103,23 +122,33 @@ def plan_sharded_data(
 
 def _require(sharding: NamedSharding | None) -> NamedSharding:
     if sharding is None:
-        raise ConfigError("sharding_annotations = None: axes need a NamedSharding. Fix: pass sharding_annotations to RayWorkerGroup")
+        raise ConfigError(
+            "sharding_annotations = None: axes need a NamedSharding. Fix: pass sharding_annotations to "
+            "RayWorkerGroup"
+        )
     return sharding
 
 
 def _check_axes(sharding: NamedSharding, axes: Sequence[str]) -> None:
     unknown = sorted({axis for axis in axes if axis not in sharding.names})
     if unknown:
-        raise ConfigError(f"axes {unknown} not found in sharding annotations, which have {sharding.names}. Fix: correct the names")
+        raise ConfigError(
+            f"axes {unknown} not found in sharding annotations, which have {sharding.names}. Fix: correct "
+            "the names"
+        )
 
 
 def _check_distinct(common_kwargs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     both = sorted(set(common_kwargs) & set(own))
     if both:
-        raise BatchError(f"arguments {both} are given in common_kwargs and as data: one is possible. Fix: drop one")
+        raise BatchError(
+            f"arguments {both} are given in common_kwargs and as data: one is possible. Fix: drop one"
+        )
 
 
-def _shard(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str], coordinates: Mapping[str, int]) -> Any:
+def _shard(
+    name: str, value: Any, sharding: NamedSharding, axes: Sequence[str], coordinates: Mapping[str, int]
+) -> Any:
     for axis in axes:
         _check_length(name, value, sharding.get_axis_size(axis), f"one item for each index of axis '{axis}'")
         value = value[coordinates[axis]]
@@ -129,7 +158,11 @@ def _shard(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str], 
 def _check_length(name: str, value: Any, expected: int, reason: str) -> None:
     if not isinstance(value, (list, tuple)):
         raise BatchError(
-            f"argument {name!r} is a {type(value).__name__}: a list of length {expected} is needed, {reason}. Fix: shard it first"
+            f"argument {name!r} is a {type(value).__name__}: a list of length {expected} is needed, "
+            f"{reason}. Fix: shard it first"
         )
     if len(value) != expected:
-        raise BatchError(f"argument {name!r} has length {len(value)}: {expected} is needed, {reason}. Fix: shard it into {expected}")
+        raise BatchError(
+            f"argument {name!r} has length {len(value)}: {expected} is needed, {reason}. Fix: shard it into "
+            f"{expected}"
+        )

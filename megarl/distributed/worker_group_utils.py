@@ -21,7 +21,9 @@ _SHORT_AXIS_NAMES = {
 }
 
 
-def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
+def recursive_merge_options(
+    default_options: Mapping[str, Any], extra_options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
 
     Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it
@@ -53,7 +55,9 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None = None, step_range: str | None = None) -> dict[str, Any]:
+def get_nsight_config_if_pattern_matches(
+    worker_name: str, patterns: str | None = None, step_range: str | None = None
+) -> dict[str, Any]:
     """Ray's runtime environment entry that runs a worker under NVIDIA Nsight Systems, or ``{}``.
 
     Args:

@@ -37,7 +37,13 @@ from megarl.distributed.worker_group_utils import (
     threads_of_rank,
     usable_cores,
 )
-from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
+from megarl.distributed.worker_launch import (
+    DEFAULT_INIT_TIMEOUT_S,
+    RayWorkerBuilder,
+    WorkerSpec,
+    kill_actor,
+    start_workers,
+)
 from megarl.distributed.worker_places import WorkerPlace, place_workers
 from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
 from megarl.distributed.worker_shell import WorkerHandle
@@ -68,7 +74,10 @@ class MultiWorkerFuture:
     called_workers: list[int] | None = None
 
     def get_results(
-        self, worker_group: RayWorkerGroup, return_generators_as_proxies: bool = False, timeout_s: float | None = None
+        self,
+        worker_group: RayWorkerGroup,
+        return_generators_as_proxies: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Return ``worker_group.get_all_worker_results(self, ...)``."""
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
@@ -150,7 +159,9 @@ class RayWorkerGroup:
         threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
         shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
-        options = recursive_merge_options({"runtime_env": {"env_vars": shared_env}}, {"runtime_env": profiler})
+        options = recursive_merge_options(
+            {"runtime_env": {"env_vars": shared_env}}, {"runtime_env": profiler}
+        )
         sharding = self.sharding_annotations
         return [
             WorkerSpec(
@@ -218,7 +229,9 @@ class RayWorkerGroup:
         """Run what waits for the next call."""
         before, self._before = self._before, []
         for method in before:
-            self.get_all_worker_results(self._start(method, [WorkerCall(worker, {}) for worker in range(len(self._workers))], ()))
+            self.get_all_worker_results(
+                self._start(method, [WorkerCall(worker, {}) for worker in range(len(self._workers))], ())
+            )
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
@@ -238,10 +251,14 @@ class RayWorkerGroup:
             IndexError: the shard is not in [0, dp_size).
         """
         if not 0 <= dp_shard_idx < self.dp_size:
-            raise IndexError(f"dp_shard_idx = {dp_shard_idx} is out of range: must lie in [0, {self.dp_size})")
+            raise IndexError(
+                f"dp_shard_idx = {dp_shard_idx} is out of range: must lie in [0, {self.dp_size})"
+            )
         return self._dp_leaders[dp_shard_idx]
 
-    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call one worker; returns its future.
 
         Raises:
@@ -251,7 +268,10 @@ class RayWorkerGroup:
         refuse_positional(method_name, args)
         self._require_workers(method_name)
         if not 0 <= worker_idx < len(self._workers):
-            raise BatchError(f"{method_name}: worker_idx = {worker_idx}: must lie in [0, {len(self._workers)}). Fix: correct the index")
+            raise BatchError(
+                f"{method_name}: worker_idx = {worker_idx}: must lie in [0, {len(self._workers)}). Fix: "
+                "correct the index"
+            )
         return self._submit(method_name, [WorkerCall(worker_idx, kwargs)])[0]
 
     def run_all_workers_single_data(
@@ -336,11 +356,18 @@ class RayWorkerGroup:
         Raises:
             MegarlError, WorkerError, DeadlineError: see ``await_results``.
         """
-        bundle = future_bundle if isinstance(future_bundle, MultiWorkerFuture) else MultiWorkerFuture(list(future_bundle))
+        bundle = (
+            future_bundle
+            if isinstance(future_bundle, MultiWorkerFuture)
+            else MultiWorkerFuture(list(future_bundle))
+        )
         has_generator = any(isinstance(future, ObjectRefGenerator) for future in bundle.futures)
         call = next(filter(None, map(self._registry.call_of, [] if has_generator else bundle.futures)), None)
         name = self.name_prefix or "workers"
-        what, deadline = f"call of {name}" if call is None else f"{call}, of {name}", self._deadline(call, timeout_s)
+        what, deadline = (
+            f"call of {name}" if call is None else f"{call}, of {name}",
+            self._deadline(call, timeout_s),
+        )
         if not has_generator:
             values = await_results(bundle.futures, self._registry, what, deadline)
             self._registry.forget(bundle.futures)
@@ -350,18 +377,32 @@ class RayWorkerGroup:
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
         # The end of a generator is a result of its own, which fails as any other and can be waited for.
-        ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
+        ends = [
+            future.completed() if isinstance(future, ObjectRefGenerator) else future
+            for future in bundle.futures
+        ]
         await_results(ends, self._registry, what, deadline)
         # all of them are there
-        items = [list(future) if isinstance(future, ObjectRefGenerator) else [future] for future in bundle.selected(bundle.futures)]
-        return await_results([item for worker_items in items for item in worker_items], self._registry, what, deadline)
+        items = [
+            list(future) if isinstance(future, ObjectRefGenerator) else [future]
+            for future in bundle.selected(bundle.futures)
+        ]
+        return await_results(
+            [item for worker_items in items for item in worker_items], self._registry, what, deadline
+        )
 
     def _deadline(self, call: Call | None, timeout_s: float | None) -> Deadline:
         if timeout_s is None and self._deadlines is not None:
             call = call or Call("", "")
             seconds, key = self._deadlines.bound_s(call), self._deadlines.key(call)
             # in a refit the ranks wait for engines, that another group or nobody looks at
-            return Deadline(seconds, begun=call.begun, key=key, look_s=self._deadlines.look_s, wait_for_others=call.phase == REFIT)
+            return Deadline(
+                seconds,
+                begun=call.begun,
+                key=key,
+                look_s=self._deadlines.look_s,
+                wait_for_others=call.phase == REFIT,
+            )
         return Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
@@ -389,14 +430,31 @@ class RayWorkerGroup:
         obituaries: list[Any] = [ray_calls.submit(worker.actor.__ray_ready__) for worker in workers]
         _, alive = ray_calls.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
         if alive:
-            logger.warning("%d of %d workers of %r have not ended after %g s", len(alive), len(workers), self.name_prefix, _DEATH_WAIT_S)
+            logger.warning(
+                "%d of %d workers of %r have not ended after %g s",
+                len(alive),
+                len(workers),
+                self.name_prefix,
+                _DEATH_WAIT_S,
+            )
             # one that is stopped hears nothing of Ray
-            kill_processes([worker.process for worker, obituary in zip(workers, obituaries, strict=True) if obituary in alive])
+            kill_processes(
+                [
+                    worker.process
+                    for worker, obituary in zip(workers, obituaries, strict=True)
+                    if obituary in alive
+                ]
+            )
         return clean
 
     def _clean_up(self, workers: Sequence[WorkerHandle], method: str, timeout: float) -> bool:
         try:
-            await_results([getattr(worker, method).remote() for worker in workers], self._registry, method, Deadline(timeout))
+            await_results(
+                [getattr(worker, method).remote() for worker in workers],
+                self._registry,
+                method,
+                Deadline(timeout),
+            )
         except (MegarlError, AttributeError) as error:
             logger.warning("clean-up of %r failed, its workers are killed: %s", self.name_prefix, error)
             return False
@@ -420,7 +478,9 @@ class RayWorkerGroup:
             return self._start(method, calls, ())
         # One message can carry what waits only where every worker is called once; a generator would run it
         # when its first item is fetched, which may be never.
-        if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(self._workers[0], method).is_generator:
+        if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(
+            self._workers[0], method
+        ).is_generator:
             self._run_before()
             return self._start(method, calls, ())
         before, self._before = self._before, []
@@ -428,7 +488,9 @@ class RayWorkerGroup:
 
     def _start(self, method: str, calls: Sequence[WorkerCall], before: Sequence[str]) -> list[Any]:
         under_way, started = Call.of(method), list[Any]()
-        with ray_calls.calling(f"{under_way}, of {self.name_prefix or 'workers'}", self._deadline(under_way, None).left()):
+        with ray_calls.calling(
+            f"{under_way}, of {self.name_prefix or 'workers'}", self._deadline(under_way, None).left()
+        ):
             shared = _share(calls)
             for call in calls:
                 kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
@@ -446,7 +508,11 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:
         for value in call.kwargs.values():
-            if value is None or isinstance(value, (bool, int, float, str, ray.ObjectRef)) or id(value) in shared:
+            if (
+                value is None
+                or isinstance(value, (bool, int, float, str, ray.ObjectRef))
+                or id(value) in shared
+            ):
                 continue
             if id(value) in seen:
                 shared[id(value)] = ray_calls.put(value)
@@ -458,7 +524,8 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
 def _check_axes_fit(sharding: NamedSharding | None, world_size: int) -> None:
     if sharding is not None and sorted(sharding.layout.ravel().tolist()) != list(range(world_size)):
         raise ConfigError(
-            f"sharding_annotations {sharding.shape} hold {sharding.size} ranks: must be exactly the ranks 0 to {world_size - 1} of the "
+            f"sharding_annotations {sharding.shape} hold {sharding.size} ranks: must be exactly the ranks 0 "
+            f"to {world_size - 1} of the "
             f"{world_size} workers. Fix: make the product of the axes the number of workers"
         )
 
@@ -466,5 +533,8 @@ def _check_axes_fit(sharding: NamedSharding | None, world_size: int) -> None:
 def _dp_leaders(places: Sequence[WorkerPlace], sharding: NamedSharding | None) -> list[int]:
     if sharding is not None and "data_parallel" in sharding.names:
         others = {axis: 0 for axis in sharding.names if axis != "data_parallel"}
-        return [sharding.get_ranks_by_coord(data_parallel=index, **others)[0] for index in range(sharding.get_axis_size("data_parallel"))]
+        return [
+            sharding.get_ranks_by_coord(data_parallel=index, **others)[0]
+            for index in range(sharding.get_axis_size("data_parallel"))
+        ]
     return [place.rank for place in places if place.is_leader]

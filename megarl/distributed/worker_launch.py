@@ -104,7 +104,9 @@ class RayWorkerBuilder:
         **extra_options: Any,
     ) -> WorkerHandle:
         """Start one worker on its own and wait until it is constructed."""
-        return self.create_worker_async(placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options).wait()[0]
+        return self.create_worker_async(
+            placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
+        ).wait()[0]
 
 
 class PendingWorkers:
@@ -116,7 +118,11 @@ class PendingWorkers:
     """
 
     def __init__(
-        self, builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry, shells: list[ActorHandle[Any]]
+        self,
+        builder: RayWorkerBuilder,
+        specs: Sequence[WorkerSpec],
+        registry: WorkerRegistry,
+        shells: list[ActorHandle[Any]],
     ) -> None:
         self._builder = builder
         self._specs = specs
@@ -125,7 +131,9 @@ class PendingWorkers:
         self.endpoint: Endpoint | None = None
         self._options = [_ray_options(spec, ClassRequirements()) for spec in specs]
 
-    def wait(self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S, look_s: float | None = None) -> list[WorkerHandle]:
+    def wait(
+        self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S, look_s: float | None = None
+    ) -> list[WorkerHandle]:
         """Handles of the constructed workers, by rank.
 
         Args:
@@ -153,7 +161,10 @@ class PendingWorkers:
         except BaseException:
             self.kill()
             raise
-        return [WorkerHandle(*parts) for parts in zip(self._shells, [name] * len(methods), methods, processes, strict=True)]
+        return [
+            WorkerHandle(*parts)
+            for parts in zip(self._shells, [name] * len(methods), methods, processes, strict=True)
+        ]
 
     def kill(self) -> None:
         """End all processes of the group."""
@@ -177,10 +188,17 @@ class PendingWorkers:
             answers[index] = answer
         return [process for process, _ in answers], [requirement for _, requirement in answers]
 
-    def _ask(self, indices: Sequence[int], deadline: Deadline) -> list[tuple[WorkerProcess, ClassRequirements]]:
+    def _ask(
+        self, indices: Sequence[int], deadline: Deadline
+    ) -> list[tuple[WorkerProcess, ClassRequirements]]:
         name = self._builder.ray_actor_class_fqn
         references = [
-            ray_calls.submit(self._shells[index].inspect_class, name, self._specs[index].num_gpus, self._specs[index].bundle_indices)
+            ray_calls.submit(
+                self._shells[index].inspect_class,
+                name,
+                self._specs[index].num_gpus,
+                self._specs[index].bundle_indices,
+            )
             for index in indices
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
@@ -194,7 +212,9 @@ class PendingWorkers:
         return Endpoint(address, port, uuid.uuid4().hex)
 
 
-def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry) -> PendingWorkers:
+def start_workers(
+    builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry
+) -> PendingWorkers:
     """Begin phase 1 for all workers of a group."""
     shells = [_start_shell(spec, _ray_options(spec, ClassRequirements()), registry) for spec in specs]
     return PendingWorkers(builder, specs, registry, shells)

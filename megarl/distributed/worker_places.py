@@ -79,15 +79,22 @@ def place_workers(
         tied_groups = [(node, [bundle]) for node, count in enumerate(counts) for bundle in range(count)]
     else:
         if workers_per_node is not None:
-            raise ConfigError(f"workers_per_node = {workers_per_node} with bundle_indices_list: only one may be given. Fix: drop one")
+            raise ConfigError(
+                f"workers_per_node = {workers_per_node} with bundle_indices_list: only one may be given. "
+                "Fix: drop one"
+            )
         tied_groups = [(node, list(bundles)) for node, bundles in bundle_indices_list]
     _check_bundles(bundle_counts, tied_groups)
     world_size = sum(len(bundles) for _, bundles in tied_groups)
-    local_sizes = {node: sum(len(bundles) for other, bundles in tied_groups if other == node) for node, _ in tied_groups}
+    local_sizes = {
+        node: sum(len(bundles) for other, bundles in tied_groups if other == node) for node, _ in tied_groups
+    }
     places: list[WorkerPlace] = []
     for index, (node, bundles) in enumerate(tied_groups):
         for local, bundle in enumerate(bundles):
-            name = f"{name_prefix}-grp{index}-{local}" if len(bundles) > 1 else f"{name_prefix}-{node}-{bundle}"
+            name = (
+                f"{name_prefix}-grp{index}-{local}" if len(bundles) > 1 else f"{name_prefix}-{node}-{bundle}"
+            )
             leader = local == 0
             places.append(
                 WorkerPlace(
@@ -109,15 +116,21 @@ def place_workers(
 def _worker_counts(bundle_counts: Sequence[int], workers_per_node: int | Sequence[int] | None) -> list[int]:
     if workers_per_node is None:
         return list(bundle_counts)
-    counts = [workers_per_node] * len(bundle_counts) if isinstance(workers_per_node, int) else list(workers_per_node)
+    counts = (
+        [workers_per_node] * len(bundle_counts)
+        if isinstance(workers_per_node, int)
+        else list(workers_per_node)
+    )
     if len(counts) != len(bundle_counts):
         raise ConfigError(
-            f"workers_per_node = {workers_per_node}: must have {len(bundle_counts)} entries, one a node. Fix: one number a node"
+            f"workers_per_node = {workers_per_node}: must have {len(bundle_counts)} entries, one a node. "
+            "Fix: one number a node"
         )
     for node, (count, limit) in enumerate(zip(counts, bundle_counts, strict=True)):
         if not 0 <= count <= limit:
             raise ConfigError(
-                f"workers_per_node = {workers_per_node}: node {node} has {limit} bundles, so 0 to {limit} workers fit. Fix: {limit}"
+                f"workers_per_node = {workers_per_node}: node {node} has {limit} bundles, so 0 to {limit} "
+                f"workers fit. Fix: {limit}"
             )
     if sum(counts) == 0:
         raise ConfigError(f"workers_per_node = {workers_per_node}: there must be at least one worker. Fix: 1")
@@ -131,19 +144,28 @@ def _placement_group(bundle_counts: Sequence[int], node: int) -> int:
 
 def _check_bundles(bundle_counts: Sequence[int], tied_groups: Sequence[tuple[int, Sequence[int]]]) -> None:
     if not tied_groups:
-        raise ConfigError("bundle_indices_list = []: there must be at least one worker. Fix: for example [(0, [0])]")
+        raise ConfigError(
+            "bundle_indices_list = []: there must be at least one worker. Fix: for example [(0, [0])]"
+        )
     taken: set[tuple[int, int]] = set()
     for node, bundles in tied_groups:
         if node < 0 or (len(bundle_counts) > 1 and node >= len(bundle_counts)):
-            raise ConfigError(f"bundle_indices_list: node {node} does not exist, there are {len(bundle_counts)}. Fix: correct it")
+            raise ConfigError(
+                f"bundle_indices_list: node {node} does not exist, there are {len(bundle_counts)}. Fix: "
+                "correct it"
+            )
         group = _placement_group(bundle_counts, node)
         if not bundles:
             raise ConfigError(f"bundle_indices_list: the group on node {node} has no bundles. Fix: drop it")
         for bundle in bundles:
             if not 0 <= bundle < bundle_counts[group]:
                 raise ConfigError(
-                    f"bundle_indices_list: bundle {bundle} on node {node} must lie in [0, {bundle_counts[group]}). Fix: correct it"
+                    f"bundle_indices_list: bundle {bundle} on node {node} must lie in [0, "
+                    f"{bundle_counts[group]}). Fix: correct it"
                 )
             if (group, bundle) in taken:
-                raise ConfigError(f"bundle_indices_list: bundle {bundle} on node {node} is given twice; it holds one worker. Fix: drop one")
+                raise ConfigError(
+                    f"bundle_indices_list: bundle {bundle} on node {node} is given twice; it holds one "
+                    "worker. Fix: drop one"
+                )
             taken.add((group, bundle))

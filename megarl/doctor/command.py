@@ -25,7 +25,12 @@ from megarl.doctor.versions import check_system, check_versions
 from megarl.redaction import redacted_text
 
 _INDENT = 11
-_STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING: "bold yellow", Verdict.FAILED: "bold red"}
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.ABSENT: "bright_black",
+    Verdict.WARNING: "bold yellow",
+    Verdict.FAILED: "bold red",
+}
 
 
 def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_engine: bool = False) -> int:
@@ -44,10 +49,15 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
     """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by
     default."""
     # errors of other programs may name addresses with passwords in them
-    checks = (replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks)
+    checks = (
+        replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks
+    )
     if as_json:
         answers = list(checks)
-        plain = [{"room": c.room, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix} for c in answers]
+        plain = [
+            {"room": c.room, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix}
+            for c in answers
+        ]
         sys.stdout.write(json.dumps({"ok": exit_code(answers) == 0, "checks": plain}, indent=2) + "\n")
         return exit_code(answers)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
@@ -69,7 +79,10 @@ def examine(run_dir: str | None, needs_transformer_engine: bool = False) -> Iter
     yield from check_versions()
     devices = check_devices()
     yield from devices
-    yield from check_builds(gpus=any(check.name == "NVIDIA driver" for check in devices), needs_transformer_engine=needs_transformer_engine)
+    yield from check_builds(
+        gpus=any(check.name == "NVIDIA driver" for check in devices),
+        needs_transformer_engine=needs_transformer_engine,
+    )
     yield from check_system()
     usable = [check for check in devices if check.name == "CUDA" and check.verdict is not Verdict.FAILED]
     yield from check_network(_usable_gpus() if usable else 0)
@@ -94,7 +107,11 @@ def row_of(check: Check) -> Table:
     row.add_column(width=_INDENT - 1, no_wrap=True)
     row.add_column(width=19, no_wrap=True)
     row.add_column(overflow="fold")
-    row.add_row(Text(f"  {check.verdict.value}", style=_STYLES[check.verdict]), Text(check.name, style="bold"), Text(check.found))
+    row.add_row(
+        Text(f"  {check.verdict.value}", style=_STYLES[check.verdict]),
+        Text(check.name, style="bold"),
+        Text(check.found),
+    )
     return row
 
 

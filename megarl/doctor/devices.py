@@ -70,7 +70,9 @@ class TorchBuild:
         """
         if not self.kernels or capability == (0, 0):
             return True
-        for kind, major, minor, letter in re.findall(r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.kernels)):
+        for kind, major, minor, letter in re.findall(
+            r"\b(sm|compute)_(\d+)(\d)([a-z]?)\b", " ".join(self.kernels)
+        ):
             built = (int(major), int(minor))
             reaches = (kind == "compute" and not letter) or built[0] == capability[0]
             if built == capability or (letter != "a" and built < capability and reaches):
@@ -86,7 +88,11 @@ def check_devices() -> list[Check]:
         driver = read_driver()
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
         found = f"cannot be looked for: {' '.join(str(error).split())}"
-        return [ROOM.failed("GPU", found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py")]
+        return [
+            ROOM.failed(
+                "GPU", found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py"
+            )
+        ]
     gpus = torch.cuda.device_count() if isinstance(driver, Driver) else 0
     kernels = tuple(torch.cuda.get_arch_list()) if gpus else ()
     return list(judge(driver, TorchBuild(torch.version.cuda, gpus, kernels)))
@@ -121,7 +127,9 @@ def _gpu(index: int) -> Gpu:
     except pynvml.NVMLError as error:
         return Gpu("", 0, 0, str(error))
     capability = (0, 0)
-    with contextlib.suppress(pynvml.NVMLError, AttributeError):  # a driver or library that does not know the question
+    with contextlib.suppress(
+        pynvml.NVMLError, AttributeError
+    ):  # a driver or library that does not know the question
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
     try:
@@ -137,7 +145,10 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     """Return what driver and torch mean for a run."""
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
-        fix = "nvidia-smi   (says the same); after an update of the driver: reboot, or load its kernel module anew"
+        fix = (
+            "nvidia-smi   (says the same); after an update of the driver: reboot, or load its kernel "
+            "module anew"
+        )
         yield ROOM.failed("NVIDIA driver", driver.text, fix)
         return
     if driver is None:
@@ -159,14 +170,25 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""
-        fix = f"update the driver{driver_wanted}, or install a torch for CUDA {newest} or older (and what was built for it: vLLM, NCCL)"
+        fix = (
+            f"update the driver{driver_wanted}, or install a torch for CUDA {newest} or older (and what "
+            "was built for it: vLLM, NCCL)"
+        )
         yield ROOM.failed("CUDA", f"{built}, the driver serves at most {newest}", fix)
     elif strange := [gpu for gpu in driver.gpus if not torch.serves(gpu.capability)]:
         (major, minor), has = strange[0].capability, ", ".join(torch.kernels)
-        found = f"{built}, without kernels for {strange[0].name} (compute capability {major}.{minor}); it has {has}"
-        yield ROOM.failed("CUDA", found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5")
+        found = (
+            f"{built}, without kernels for {strange[0].name} (compute capability {major}.{minor}); it "
+            f"has {has}"
+        )
+        yield ROOM.failed(
+            "CUDA", found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5"
+        )
     elif torch.gpus < len(driver.gpus):
-        fix = "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; torch.cuda.init()'   (says what is wrong)"
+        fix = (
+            "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; torch.cuda.init()'   "
+            "(says what is wrong)"
+        )
         verdict = Verdict.WARNING if torch.gpus else Verdict.FAILED
         yield ROOM.of(verdict, "CUDA", f"torch can use {torch.gpus} of {len(driver.gpus)} GPUs", fix)
     else:
@@ -176,7 +198,9 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
 def _judge_gpu(index: int, gpu: Gpu) -> Check:
     name = f"GPU {index}"
     if gpu.fault:
-        return ROOM.warning(name, " ".join(f"{gpu.name} {gpu.fault}".split()), "nvidia-smi; dmesg | grep NVRM   (says why)")
+        return ROOM.warning(
+            name, " ".join(f"{gpu.name} {gpu.fault}".split()), "nvidia-smi; dmesg | grep NVRM   (says why)"
+        )
     if not gpu.memory:
         return ROOM.ok(name, f"{gpu.name}, memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"

@@ -91,7 +91,10 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         lines = iter(processes[0].stdout.readline, "") if processes[0].stdout is not None else ()
         port = next((line for line in lines if line.startswith(PORT_MARK)), None)
         if port is not None:
-            processes += [_start(backend, rank, world_size, int(port.removeprefix(PORT_MARK))) for rank in range(1, world_size)]
+            processes += [
+                _start(backend, rank, world_size, int(port.removeprefix(PORT_MARK)))
+                for rank in range(1, world_size)
+            ]
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
         # a timer that has fired is no longer alive
@@ -102,14 +105,26 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         for process in processes:
             process.wait()
     # one that failed by itself before those that were killed on its account: it knows why
-    failed = sorted((rank for rank, process in enumerate(processes) if process.returncode), key=lambda rank: processes[rank].returncode < 0)
+    failed = sorted(
+        (rank for rank, process in enumerate(processes) if process.returncode),
+        key=lambda rank: processes[rank].returncode < 0,
+    )
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
-        return ROOM.ok(name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms")
+        return ROOM.ok(
+            name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"
+        )
     said = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
-    reason = f"no end within {deadline_s:g} s" if late else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
-    fix = "GLOO_SOCKET_IFNAME=lo megarl doctor   (if that helps, see what the host name resolves to: /etc/hosts)"
+    reason = (
+        f"no end within {deadline_s:g} s"
+        if late
+        else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
+    )
+    fix = (
+        "GLOO_SOCKET_IFNAME=lo megarl doctor   (if that helps, see what the host name resolves to: "
+        "/etc/hosts)"
+    )
     if backend == "nccl":
         fix = "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=lo megarl doctor   (says what NCCL tries)"
     return ROOM.failed(name, f"rank {failed[0]} of {processes_text}: {reason}", fix)
@@ -117,4 +132,6 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
 
 def _start(backend: str, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megarl.doctor.network", backend, str(rank), str(world_size), str(port)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -98,7 +98,10 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
         return ROOM.warning("GPUs", "Ray has none on any node, and cluster.device = auto", fix)
     if sum(count >= wanted for count in have.values()) >= int(section["num_nodes"]):
         return ROOM.ok("GPUs", f"{said}; the run asks for {wanted} a node")
-    fix = f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows what a job gets"
+    fix = (
+        f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows "
+        "what a job gets"
+    )
     return ROOM.failed("GPUs", f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
 
 
@@ -118,13 +121,22 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
-    cluster = RayVirtualCluster([shape.ranks] * shape.nodes, use_gpus=shape.gpus, num_gpus_per_node=shape.ranks, name="doctor")
+    cluster = RayVirtualCluster(
+        [shape.ranks] * shape.nodes, use_gpus=shape.gpus, num_gpus_per_node=shape.ranks, name="doctor"
+    )
     group = None
     try:
         builder = RayWorkerBuilder(f"{__name__}.Adder")
         device = {"MEGARL_DEVICE": "cuda" if shape.gpus else "cpu"}
         # twice the bound of the ranks' own collectives, whose errors say more if they come first
-        group = RayWorkerGroup(cluster, builder, name_prefix="doctor", env_vars=device, init_timeout_s=START_S, call_timeout_s=2 * ADDING_S)
+        group = RayWorkerGroup(
+            cluster,
+            builder,
+            name_prefix="doctor",
+            env_vars=device,
+            init_timeout_s=START_S,
+            call_timeout_s=2 * ADDING_S,
+        )
         facts = group.get_all_worker_results(group.run_all_workers_single_data("facts"))
         yield from compare(facts)
         yield judge_sums(group, shape, facts)
@@ -149,7 +161,9 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
         return ROOM.failed(name, f"{shape}: {_first_line(error)}", interface_hint(backend, facts))
     wrong = [str(rank) for rank, (_, right) in enumerate(answers) if not right]
     if wrong:
-        return ROOM.failed(name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts))
+        return ROOM.failed(
+            name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts)
+        )
     seconds = max(seconds for seconds, _ in answers)
     # each byte crosses a link 2 (n - 1) / n times in a ring
     rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9
@@ -164,9 +178,15 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
     for fact in facts:
         by_name.setdefault(fact["interface"], []).append(fact["host"])
     listed = ",".join(sorted(by_name))
-    setting = f"export NCCL_SOCKET_IFNAME={listed} GLOO_SOCKET_IFNAME={listed}   (the interfaces by which the nodes reach the first rank)"
+    setting = (
+        f"export NCCL_SOCKET_IFNAME={listed} GLOO_SOCKET_IFNAME={listed}   (the interfaces by which "
+        "the nodes reach the first rank)"
+    )
     if len(by_name) > 1:
-        setting += f"; hosts differ: {'; '.join(f'{name} on {sorted(set(hosts))[0]}' for name, hosts in sorted(by_name.items()))}"
+        setting += (
+            "; hosts differ: "
+            f"{'; '.join(f'{name} on {sorted(set(hosts))[0]}' for name, hosts in sorted(by_name.items()))}"
+        )
     return f"{setting}; NCCL_DEBUG=INFO says what NCCL tries" if backend == "nccl" else setting
 
 
@@ -180,12 +200,16 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
             hosts.setdefault(fact["versions"][name], []).append(fact["host"])
         if len(hosts) > 1:
             alike = False
-            found = "; ".join(f"{version} on {', '.join(sorted(set(where)))}" for version, where in sorted(hosts.items()))
+            found = "; ".join(
+                f"{version} on {', '.join(sorted(set(where)))}" for version, where in sorted(hosts.items())
+            )
             fix = "use one environment on all nodes: MEGARL_VENV on a shared disk, or one image"
             yield ROOM.failed(name, f"nodes differ: {found}", fix)
     first = facts[0]["versions"]
     if alike:
-        yield ROOM.ok("versions", f"python {first['python']}, torch {first['torch']} on all {len(facts)} ranks")
+        yield ROOM.ok(
+            "versions", f"python {first['python']}, torch {first['torch']} on all {len(facts)} ranks"
+        )
 
 
 def interface_towards(address: str) -> str:

@@ -24,7 +24,22 @@ GIB = 2**30
 LEAST_FREE = 5 * GIB
 CHECKPOINT_BYTES = 14
 """Bytes of a parameter in a checkpoint: bfloat16 weights, float32 copies, and Adam's two moments."""
-NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "weka", "afs", "gluster", "panfs", "orangefs", "9p", "virtiofs")
+NETWORKED = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "weka",
+    "afs",
+    "gluster",
+    "panfs",
+    "orangefs",
+    "9p",
+    "virtiofs",
+)
 _SIZE = 1 << 20
 _READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
 
@@ -70,8 +85,12 @@ def check_durable_write(directory: Path) -> Check:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if answer.stdout != hashlib.sha256(content).hexdigest():
         fix = "mount the file system without client-side caching, or give another --run-dir"
-        return ROOM.failed("writing", f"another process read other bytes than were written to {directory.parent}", fix)
-    return ROOM.ok("writing", f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same")
+        return ROOM.failed(
+            "writing", f"another process read other bytes than were written to {directory.parent}", fix
+        )
+    return ROOM.ok(
+        "writing", f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same"
+    )
 
 
 def check_lock(directory: Path) -> Check:
@@ -87,12 +106,16 @@ def check_lock(directory: Path) -> Check:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return ROOM.ok("locks", "a second owner is kept out")
-    return ROOM.warning("locks", "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)")
+    return ROOM.warning(
+        "locks", "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)"
+    )
 
 
 def judge_space(free: int) -> Check:
     """Check whether checkpoints find room; bytes."""
-    found = f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
+    found = (
+        f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
+    )
     if free >= LEAST_FREE:
         return ROOM.ok("space", found)
     return ROOM.warning(
@@ -111,5 +134,10 @@ def check_file_system(place: Path) -> Check:
     kind = mount.fstype if mount is not None else "unknown"
     where = f"{place} on {kind}"
     if any(kind.removeprefix("fuse.").startswith(name) for name in NETWORKED):
-        return ROOM.ok("file system", f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}")
-    return ROOM.ok("file system", f"{where}, of this host alone: right for one node; several need a shared one")
+        return ROOM.ok(
+            "file system",
+            f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}",
+        )
+    return ROOM.ok(
+        "file system", f"{where}, of this host alone: right for one node; several need a shared one"
+    )

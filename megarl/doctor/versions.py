@@ -27,7 +27,10 @@ ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
 """Packages that are always shown; the others only where they fall short."""
 DEPRECATES_GPT_MODEL = Version("0.19")
-GPT_MODEL = " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the HybridModel that takes its place)"
+GPT_MODEL = (
+    " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the "
+    "HybridModel that takes its place)"
+)
 _SLURM_S = 20.0
 
 
@@ -66,7 +69,9 @@ def check_package(requirement: Requirement) -> Check:
         return ROOM.failed(requirement.name, "not installed", fix)
     if not requirement.specifier.contains(version, prereleases=True):
         return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
-    note = GPT_MODEL if requirement.name == "megatron-core" and Version(version) >= DEPRECATES_GPT_MODEL else ""
+    note = (
+        GPT_MODEL if requirement.name == "megatron-core" and Version(version) >= DEPRECATES_GPT_MODEL else ""
+    )
     return ROOM.ok(requirement.name, f"{version}{note}")
 
 
@@ -77,11 +82,15 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
         return ROOM.absent("Slurm", "no sbatch on PATH (only needed to submit jobs)", fix)
     try:
-        answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=timeout_s)
+        answer = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, check=False, timeout=timeout_s
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return ROOM.warning("Slurm", f"{program} --version: {error}", "scontrol ping")
     if answer.returncode:
-        return ROOM.warning("Slurm", f"{program} --version failed: {' '.join(answer.stderr.split())[:120]}", "scontrol ping")
+        return ROOM.warning(
+            "Slurm", f"{program} --version failed: {' '.join(answer.stderr.split())[:120]}", "scontrol ping"
+        )
     return ROOM.ok("Slurm", answer.stdout.strip())
 
 
@@ -107,9 +116,14 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
     wanted = " ".join(
-        f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in requirements_of(DISTRIBUTION) if applies(one, extra) and not applies(one)
+        f"'{one.name}{_extras_of(one)}{one.specifier}'"
+        for one in requirements_of(DISTRIBUTION)
+        if applies(one, extra) and not applies(one)
     )
-    fix = f"pip install -c constraints-gpu.txt {options}{wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
+    fix = (
+        f"pip install -c constraints-gpu.txt {options}{wanted or packages[0]}   (on a machine with an "
+        "NVIDIA GPU)"
+    )
     return ROOM.absent(title, f"not installed ({what_for})", fix)
 
 
@@ -147,8 +161,13 @@ def judge_shared_memory(size: int, free: int) -> Check:
     if free >= LEAST_SHARED_MEMORY:
         return SYSTEM.ok(str(SHARED_MEMORY), found)
     if size >= LEAST_SHARED_MEMORY:
-        found = f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted for refits and Ray"
-        return SYSTEM.warning(str(SHARED_MEMORY), found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)")
+        found = (
+            f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted "
+            "for refits and Ray"
+        )
+        return SYSTEM.warning(
+            str(SHARED_MEMORY), found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)"
+        )
     fix = f"mount -o remount,size=8G {SHARED_MEMORY}   (Docker: --shm-size=8g)"
     return SYSTEM.warning(
         str(SHARED_MEMORY),
@@ -163,7 +182,11 @@ def judge_open_files(soft: int, hard: int) -> Check:
     if soft == infinite or soft >= LEAST_OPEN_FILES:
         return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
     reachable = 65536 if hard == infinite else min(hard, 65536)
-    fix = f"ulimit -n {reachable}" if reachable >= LEAST_OPEN_FILES else "raise nofile in /etc/security/limits.conf, then log in again"
+    fix = (
+        f"ulimit -n {reachable}"
+        if reachable >= LEAST_OPEN_FILES
+        else "raise nofile in /etc/security/limits.conf, then log in again"
+    )
     return SYSTEM.warning("open files", f"{soft:,}, at least {LEAST_OPEN_FILES:,} are wanted", fix)
 
 
@@ -182,7 +205,8 @@ def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
     if soft == infinite or soft >= LEAST_LOCKED_MEMORY:
         return SYSTEM.ok(name, f"{found}, for {', '.join(infiniband)}")
     fix = (
-        "ulimit -l unlimited   (Slurm: PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for slurmd; "
+        "ulimit -l unlimited   (Slurm: PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for "
+        "slurmd; "
         "Docker: --ulimit memlock=-1; else memlock in /etc/security/limits.conf)"
     )
     return SYSTEM.warning(name, f"{found}, NCCL over {', '.join(infiniband)} wants no limit", fix)

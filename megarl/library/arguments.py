@@ -64,7 +64,11 @@ class Call:
 
     def put(self, key: str, value: Any, argument: str) -> None:
         """Write a value into the configuration, which an argument has given."""
-        merged = merge(at(self.written, key), value) if isinstance(value, Mapping) and isinstance(at(self.written, key), Mapping) else value
+        merged = (
+            merge(at(self.written, key), value)
+            if isinstance(value, Mapping) and isinstance(at(self.written, key), Mapping)
+            else value
+        )
         self.written = put(self.written, key, merged)
         self.arguments[key] = argument
 
@@ -86,7 +90,10 @@ class Call:
         above = [each for each in self.arguments if key == each or key.startswith(f"{each}.")]
         if above:
             return self.arguments[max(above, key=len)]
-        return ", ".join(argument for each, argument in self.arguments.items() if each.startswith(f"{key}.")) or None
+        return (
+            ", ".join(argument for each, argument in self.arguments.items() if each.startswith(f"{key}."))
+            or None
+        )
 
     def in_arguments(self, text: str) -> str:
         """Return the message of a command with the arguments behind the keys at the beginnings of its
@@ -116,10 +123,14 @@ def begin(algorithm: str, backend: Backend) -> Call:
         bases = [algorithm] if algorithm in _ALONE else ["grpo", algorithm]
         # the torch backends are written over the Megatron one
         backends = ["megatron"] if backend == "megatron" else ["megatron", backend]
-        return Call({"defaults": [f"base/{name}.yaml" for name in (*bases, *backends, "small")], "recipe": algorithm})
+        return Call(
+            {"defaults": [f"base/{name}.yaml" for name in (*bases, *backends, "small")], "recipe": algorithm}
+        )
     if algorithm in ALGORITHMS:
         fix = f"take a recipe of it (megarl recipes), or one of {', '.join((*_ALONE, *OVER_GRPO))}"
-        raise ConfigError([Violation("algorithm", algorithm, "it trains a second model, which no argument says", fix)])
+        raise ConfigError(
+            [Violation("algorithm", algorithm, "it trains a second model, which no argument says", fix)]
+        )
     try:
         path = find(algorithm)
     except ConfigError as error:
@@ -127,10 +138,14 @@ def begin(algorithm: str, backend: Backend) -> Call:
         near = difflib.get_close_matches(algorithm, known, n=1)
         fix = f"did you mean {near[0]!r}? It may be" if near else "give"
         fix += f" {', '.join(known)}; or a recipe (megarl recipes) or the path of a YAML file"
-        raise ConfigError([Violation("algorithm", algorithm, "there is no such algorithm or recipe", fix)]) from error
+        raise ConfigError(
+            [Violation("algorithm", algorithm, "there is no such algorithm or recipe", fix)]
+        ) from error
     if not path.is_file():
         bound = f"there is no such file in {Path.cwd()}"
-        raise ConfigError([Violation("algorithm", algorithm, bound, "give a file that exists, an algorithm, or a recipe")])
+        raise ConfigError(
+            [Violation("algorithm", algorithm, bound, "give a file that exists, an algorithm, or a recipe")]
+        )
     return Call({"defaults": str(path.absolute()), "recipe": name_of(path)})
 
 
@@ -154,9 +169,18 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
             call.faults.append(Violation(name, value, f"several keys end so: {', '.join(keys)}", fix))
         else:
             ends = {path.rpartition(".")[2] for path in known}
-            near = difflib.get_close_matches(name, [*ends, "model", "data", "validation", "reward", "run_dir", "progress", "backend"], n=3)
+            near = difflib.get_close_matches(
+                name, [*ends, "model", "data", "validation", "reward", "run_dir", "progress", "backend"], n=3
+            )
             fix = f"did you mean {' or '.join(near)}?" if near else "megarl keys WORD finds keys"
-            call.faults.append(Violation(name, value, "megarl.train has no such argument, and no key of a configuration ends so", fix))
+            call.faults.append(
+                Violation(
+                    name,
+                    value,
+                    "megarl.train has no such argument, and no key of a configuration ends so",
+                    fix,
+                )
+            )
 
 
 def _keys_of(name: str, algorithm: str, backend: Backend, known: Sequence[str]) -> list[str]:
@@ -181,7 +205,9 @@ def add_model(call: Call, model: Any) -> None:
     model = getattr(model, "model_dir", model)
     if not isinstance(model, str | os.PathLike):
         fix = "save it: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and give DIR"
-        call.faults.append(Violation("model", type(model).__name__, "it must be a directory or a hub id", fix))
+        call.faults.append(
+            Violation("model", type(model).__name__, "it must be a directory or a hub id", fix)
+        )
         return
     text = os.fspath(model)
     call.put("policy.model_name", text, "model")
@@ -189,12 +215,23 @@ def add_model(call: Call, model: Any) -> None:
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     if path.is_dir() and not (path / "config.json").is_file():
         found = f"{path.absolute()} has no config.json"
-        call.faults.append(Violation("model", text, found, "give a directory that save_pretrained or megarl wrote"))
+        call.faults.append(
+            Violation("model", text, found, "give a directory that save_pretrained or megarl wrote")
+        )
     elif looks_local and not path.is_dir():
-        call.faults.append(Violation("model", text, f"there is no such directory in {Path.cwd()}", "give one that exists, or a hub id"))
+        call.faults.append(
+            Violation(
+                "model",
+                text,
+                f"there is no such directory in {Path.cwd()}",
+                "give one that exists, or a hub id",
+            )
+        )
 
 
-def add_data(call: Call, arguments: Mapping[str, Any], directory: Path, kind: Any, overrides: Mapping[str, Any]) -> None:
+def add_data(
+    call: Call, arguments: Mapping[str, Any], directory: Path, kind: Any, overrides: Mapping[str, Any]
+) -> None:
     """Write the data of ``data`` and ``validation`` into a call.
 
     Args:
@@ -212,7 +249,9 @@ def add_data(call: Call, arguments: Mapping[str, Any], directory: Path, kind: An
         try:
             source = {**source_of(argument, data, directory), **keys}
             if "path" in source:
-                _find_columns(call, argument, source, kind, is_written=not isinstance(data, str | os.PathLike | Mapping))
+                _find_columns(
+                    call, argument, source, kind, is_written=not isinstance(data, str | os.PathLike | Mapping)
+                )
             call.put(key, source, argument)
         except ConfigError as error:
             call.faults += error.violations
@@ -235,7 +274,9 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
 
 def _takes_answer(path: str) -> bool:
     arguments = arguments_of(load_object(path, "env.reward"))
-    meanings = {SEVERAL.get(name) or SINGLE.get(name) for name in (*arguments.positional, *arguments.keywords)}
+    meanings = {
+        SEVERAL.get(name) or SINGLE.get(name) for name in (*arguments.positional, *arguments.keywords)
+    }
     return bool(meanings & {ANSWER, STATE})
 
 
@@ -248,15 +289,24 @@ def add_rewards(call: Call, reward: Any) -> None:
         call.put("env.reward", _given(call, reward, set()), "reward")
     elif isinstance(reward, Mapping | Sequence) and reward:
         names = set[str]()
-        sections = dict(_sections(reward)) if not isinstance(reward, Mapping) else {name: _section(each) for name, each in reward.items()}
+        sections = (
+            dict(_sections(reward))
+            if not isinstance(reward, Mapping)
+            else {name: _section(each) for name, each in reward.items()}
+        )
         for section in sections.values():
             if callable(section.get("reward")):
                 section["reward"] = _given(call, section["reward"], names)
         call.put("env.rewards", sections, "reward")
         call.default("env.reward", None)
     else:
-        fix = "give a function such as lambda response, answer: float(answer in response), a name such as 'math', or a list of these"
-        call.faults.append(Violation("reward", reward, "it is neither a function nor the name of a reward", fix))
+        fix = (
+            "give a function such as lambda response, answer: float(answer in response), a name such as "
+            "'math', or a list of these"
+        )
+        call.faults.append(
+            Violation("reward", reward, "it is neither a function nor the name of a reward", fix)
+        )
 
 
 def _section(reward: Any) -> dict[str, Any]:
@@ -294,7 +344,10 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
         pickled = cloudpickle.dumps(function)
     # whatever a closure holds may refuse in its own way
     except Exception as error:
-        fix = "let the function make what it needs (a lock, a client, a model) when it is called, or write it into a file"
+        fix = (
+            "let the function make what it needs (a lock, a client, a model) when it is called, or write "
+            "it into a file"
+        )
         bound = f"it cannot be sent to the processes that compute rewards: {type(error).__name__}: {error}"
         call.faults.append(Violation("reward", call.functions[path], bound, fix))
         return path
@@ -315,7 +368,11 @@ def require_parameters_in_data(call: Call) -> None:
     if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
         return
     columns = columns_of(source)
-    used = {source.get(key) for key in ("prompt_key", "answer_key", "messages_key") if isinstance(source.get(key), str)}
+    used = {
+        source.get(key)
+        for key in ("prompt_key", "answer_key", "messages_key")
+        if isinstance(source.get(key), str)
+    }
     wanted = {name for function in functions for name in unknown_parameters(function) if name in columns}
     if any(arguments_of(function).wants_record for function in functions):
         wanted |= set(columns) - used
@@ -339,7 +396,10 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
     if kind.GENERATES:
         call.default(f"{own}.num_prompts_per_step", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
         call.default(f"{own}.num_generations_per_prompt", _RESPONSES)
-        sizes = at(call.written, f"{own}.num_prompts_per_step"), at(call.written, f"{own}.num_generations_per_prompt")
+        sizes = (
+            at(call.written, f"{own}.num_prompts_per_step"),
+            at(call.written, f"{own}.num_generations_per_prompt"),
+        )
         if all(isinstance(size, int) for size in sizes):
             call.default("policy.train_global_batch_size", sizes[0] * sizes[1])
     else:
@@ -348,7 +408,9 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
     batch = at(call.written, "policy.train_global_batch_size")
     if isinstance(batch, int) and batch > 0:
         # the largest micro-batch up to 4 that divides the batch
-        call.default("policy.train_micro_batch_size", next(size for size in (4, 3, 2, 1) if batch % size == 0))
+        call.default(
+            "policy.train_micro_batch_size", next(size for size in (4, 3, 2, 1) if batch % size == 0)
+        )
     if at(call.written, "data.validation") is None:
         call.default(f"{own}.val_period", 0)
         call.default(f"{own}.val_at_start", False)
@@ -388,7 +450,9 @@ def _add_precision(call: Call) -> None:
         call.default("policy.precision", "float32")
     templates = model / "chat_template.jinja", model / "chat_template.json"
     is_base = (
-        model.is_dir() and not any(path.is_file() for path in templates) and "chat_template" not in _json(model / "tokenizer_config.json")
+        model.is_dir()
+        and not any(path.is_file() for path in templates)
+        and "chat_template" not in _json(model / "tokenizer_config.json")
     )
     if is_base:
         # prompts as they are

@@ -73,13 +73,17 @@ def train(
             with its ``run_dir`` goes on.
         MegarlError: the run failed.
     """
-    with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (call, directory):
+    with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (
+        call,
+        directory,
+    ):
         words = ["train", str(directory / _CALL)]
         try:
             code, text = run_command(words, call.given, shows=progress)
         except KeyboardInterrupt as error:
             error.add_note(
-                f"the same call with run_dir={str(directory)!r} goes on from the checkpoint; megarl.Run({str(directory)!r}) reads it"
+                f"the same call with run_dir={str(directory)!r} goes on from the checkpoint; "
+                f"megarl.Run({str(directory)!r}) reads it"
             )
             raise
         if code not in (0, STOPPED):
@@ -129,7 +133,9 @@ def evaluate(
             return found
 
 
-def convert(source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any) -> dict[str, Any]:
+def convert(
+    source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any
+) -> dict[str, Any]:
     """Convert a checkpoint between Hugging Face and Megatron-Core, whichever it is not, and return what was
     done.
 
@@ -161,7 +167,10 @@ def convert(source: Any, target: str | os.PathLike[str], *, progress: bool = Tru
         raise error_of(code, text)
     found: dict[str, Any] = json.JSONDecoder().raw_decode(text, begins)[0]
     if progress:
-        show(f"{found['target']}: {found['family']}, {found['tensors']} tensors, {found['bytes']:,} bytes in {found['seconds']} s")
+        show(
+            f"{found['target']}: {found['family']}, {found['tensors']} tensors, {found['bytes']:,} bytes in "
+            f"{found['seconds']} s"
+        )
     return found
 
 
@@ -186,7 +195,16 @@ def _prepared(
     is_ready = False
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write(call, algorithm, {"data": data, "validation": validation}, model, reward, directory, backend, overrides)
+        _write(
+            call,
+            algorithm,
+            {"data": data, "validation": validation},
+            model,
+            reward,
+            directory,
+            backend,
+            overrides,
+        )
         is_ready = True
         yield call, directory
     finally:
@@ -236,17 +254,35 @@ def _write(
     if model is not None:
         add_model(call, model)
     elif is_base:
-        call.faults.append(Violation("model", None, "there is nothing to train", "give a directory or a hub id"))
+        call.faults.append(
+            Violation("model", None, "there is nothing to train", "give a directory or a hub id")
+        )
     if reward is not None and not kind.GENERATES:
-        call.faults.append(Violation("reward", reward, f"{name} samples no responses to reward", "leave it out"))
+        call.faults.append(
+            Violation("reward", reward, f"{name} samples no responses to reward", "leave it out")
+        )
     elif reward is not None:
         add_rewards(call, reward)
     elif is_base and kind.GENERATES and at(call.written, "env.reward") is None:
-        call.faults.append(Violation("reward", None, "nothing would score the responses", "give a function or a name such as 'math'"))
+        call.faults.append(
+            Violation(
+                "reward",
+                None,
+                "nothing would score the responses",
+                "give a function or a name such as 'math'",
+            )
+        )
     wanted = Kind.PAIRS if kind.PAIRS else Kind.REFERENCES if kind.GENERATES else Kind.ANSWERS
     add_data(call, data, directory / _DATA, wanted, overrides)
     if data["data"] is None and is_base:
-        call.faults.append(Violation("data", None, "there is nothing to learn from", 'give rows such as {"prompt": "2+2=", "answer": "4"}'))
+        call.faults.append(
+            Violation(
+                "data",
+                None,
+                "there is nothing to learn from",
+                'give rows such as {"prompt": "2+2=", "answer": "4"}',
+            )
+        )
     require_parameters_in_data(call)
     if is_base:
         # where it was refused, so that the rest can be checked
@@ -260,14 +296,22 @@ def _write(
             raise
         faulty = {fault.key.partition("[")[0] for fault in call.faults}
         # an argument that was refused is not in the configuration, which would be refused for that again
-        lacking = {"model": "policy.model_name", "data": "data.train", "validation": "data.validation", "reward": "env"}
+        lacking = {
+            "model": "policy.model_name",
+            "data": "data.train",
+            "validation": "data.validation",
+            "reward": "env",
+        }
         refused = tuple(key for argument, key in lacking.items() if argument in faulty)
         call.faults += [each for each in error.violations if not each.key.startswith(refused or ("\0",))]
     call.require()
     # only now: a call that is refused leaves an earlier one of the same run as it was
     path.replace(directory / _CALL)
     if call.sources:
-        text = "# Reward functions of the call that started this run, to be read: the run itself was sent them as objects.\n\n"
+        text = (
+            "# Reward functions of the call that started this run, to be read: the run itself was sent "
+            "them as objects.\n\n"
+        )
         (directory / _REWARDS).write_text(
             text + "\n\n".join(f"# {key}\n{source}" for key, source in call.sources.items()), encoding="utf-8"
         )

@@ -48,7 +48,10 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(child, lines), name="output of megarl", daemon=True).start()
     assert child.stdin is not None
-    told = {"words": list(words), "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()}}
+    told = {
+        "words": list(words),
+        "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()},
+    }
     last: list[str] = []
     error: list[str] = []
     interrupted = False
@@ -105,7 +108,11 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | N
 def _environment() -> dict[str, str]:
     """Return the variables of the process of a command."""
     # Jupyter asks for colours, by which rich takes a pipe for a terminal and redraws its lines indefinitely
-    kept = {name: value for name, value in env.snapshot().items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
+    kept = {
+        name: value
+        for name, value in env.snapshot().items()
+        if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join(_import_places()), "PYTHONUNBUFFERED": "1"}
 
 

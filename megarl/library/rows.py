@@ -33,11 +33,18 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
         if "path" in data or "name" in data:
             return dict(data)
         splits = ", ".join(map(repr, data)) or "nothing"
-        raise _refused(argument, splits, "it is a mapping and neither rows nor a source with path or name", f"give one: {argument}[NAME]")
+        raise _refused(
+            argument,
+            splits,
+            "it is a mapping and neither rows nor a source with path or name",
+            f"give one: {argument}[NAME]",
+        )
     method = next((name for name in _TABLES if callable(getattr(data, name, None))), None)
     if method is None and not isinstance(data, Iterable):
         bound = "it must be rows (dictionaries), a datasets.Dataset, a table of pandas or polars, or a path"
-        raise _refused(argument, type(data).__name__, bound, 'give for example [{"prompt": "2+2=", "answer": "4"}]')
+        raise _refused(
+            argument, type(data).__name__, bound, 'give for example [{"prompt": "2+2=", "answer": "4"}]'
+        )
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".{argument}.tmp"
     try:
@@ -106,7 +113,12 @@ def _named(argument: str, text: str) -> dict[str, Any]:
         return {"name": text}
     # a hub id is NAME or OWNER/NAME
     if is_file(text) or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise _refused(argument, text, f"there is no such file or directory in {Path.cwd()}", "give a path that exists, or the rows")
+        raise _refused(
+            argument,
+            text,
+            f"there is no such file or directory in {Path.cwd()}",
+            "give a path that exists, or the rows",
+        )
     return {"name": text}
 
 
@@ -116,12 +128,20 @@ def _write_rows(argument: str, rows: Iterable[Any], path: Path) -> None:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
                 fix = 'give dictionaries, for example {"prompt": "2+2=", "answer": "4"}'
-                raise _refused(f"{argument}[{number - 1}]", repr(row)[:80], f"it is {type(row).__name__}, not a dictionary", fix)
+                raise _refused(
+                    f"{argument}[{number - 1}]",
+                    repr(row)[:80],
+                    f"it is {type(row).__name__}, not a dictionary",
+                    fix,
+                )
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n")
             except (TypeError, ValueError) as error:
                 raise _refused(
-                    f"{argument}[{number - 1}]", repr(row)[:80], str(error), "give texts, numbers, lists and dictionaries"
+                    f"{argument}[{number - 1}]",
+                    repr(row)[:80],
+                    str(error),
+                    "give texts, numbers, lists and dictionaries",
                 ) from error
     if not number:
         raise _refused(argument, [], "it has no rows", "give at least as many as a step takes prompts")

@@ -12,7 +12,14 @@ from typing import Any
 from megarl.errors import DataError
 
 _PREFIXES = ("train/", "validation/", "timing/", "performance/")
-_SHOWN = ("train/loss", "train/reward", "train/grad_norm", "validation/accuracy", "validation/loss", "timing/step_s")
+_SHOWN = (
+    "train/loss",
+    "train/reward",
+    "train/grad_norm",
+    "validation/accuracy",
+    "validation/loss",
+    "timing/step_s",
+)
 _ROWS = 10
 
 
@@ -48,7 +55,10 @@ class Metrics(dict[str, list[Any]]):
         body = ""
         for row in rows:
             body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        return f"<table><tr>{cells}</tr>{body}</table><p>{len(self.get('step', []))} steps, {len(self)} columns</p>"
+        return (
+            f"<table><tr>{cells}</tr>{body}</table><p>{len(self.get('step', []))} steps, {len(self)} "
+            "columns</p>"
+        )
 
 
 class Picture(os.PathLike[str]):
@@ -116,7 +126,10 @@ class Run:
         chosen = max(files, default=None) if step is None else step
         if chosen is None or chosen not in files:
             steps = ", ".join(map(str, files)) or "no step"
-            raise DataError(f"step = {step}: there are samples of {steps} in {self.directory / DIRECTORY}. Fix: ask for one of these")
+            raise DataError(
+                f"step = {step}: there are samples of {steps} in {self.directory / DIRECTORY}. Fix: ask for "
+                "one of these"
+            )
         return read_samples(files[chosen])
 
     @property
@@ -135,7 +148,9 @@ class Run:
         Raises:
             DataError: there is none.
         """
-        return self._newest("checkpoints", "checkpoints are written every checkpointing.save_period steps and at the end")
+        return self._newest(
+            "checkpoints", "checkpoints are written every checkpointing.save_period steps and at the end"
+        )
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -160,7 +175,11 @@ class Run:
         return Picture(pictures[0])
 
     def _newest(self, kind: str, fix: str) -> Path:
-        found = [(int(number), path) for path in (self.directory / kind).glob("step_*") if (number := path.name[5:]).isdecimal()]
+        found = [
+            (int(number), path)
+            for path in (self.directory / kind).glob("step_*")
+            if (number := path.name[5:]).isdecimal()
+        ]
         if not found:
             raise DataError(f"{self.directory} has no {kind}/step_N. Fix: {fix}")
         return max(found)[1]

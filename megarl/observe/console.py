@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from megarl.observe.progress import Phase, ProgressConsole, phase
-from megarl.observe.step_line import EPISODES, REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
+from megarl.observe.step_line import (
+    EPISODES,
+    REWARD_FAULTS,
+    format_number,
+    format_seconds,
+    step_fields,
+    throughput_line,
+)
 from megarl.observe.timing import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -88,7 +95,9 @@ class TrainingConsole:
         resumed = f", resumed after step {first_step}" if first_step else ""
         self._print(text.append(f"  {self._total_steps} steps{resumed}", style="dim"))
         if self._console.is_terminal:
-            live = ProgressConsole(self._console).phase(Phase("training", "steps", self._total_steps), is_told=False)
+            live = ProgressConsole(self._console).phase(
+                Phase("training", "steps", self._total_steps), is_told=False
+            )
             self._phase = self._under_way.enter_context(live)
             # until a step is done, nobody knows how long one takes
             self._phase.done, self._phase.rest_s = first_step, 0.0
@@ -143,7 +152,9 @@ class TrainingConsole:
         for of_set, numbers in lines.items():
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
             self._say(
-                Text(f"  {of_set}" if of_set else f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue")
+                Text(f"  {of_set}" if of_set else f"validation after step {step}", style="bold blue").append(
+                    f"  {shown}", style="blue"
+                )
             )
 
     def stopped(self, text: str) -> None:
@@ -164,9 +175,14 @@ class TrainingConsole:
         self._finished = True
         counted = self._steps - _STEADY_STEP + 1
         if counted > 1:
-            self._throughput(f"mean of {counted} steps", {name: total / counted for name, total in self._performance.items()})
+            self._throughput(
+                f"mean of {counted} steps",
+                {name: total / counted for name, total in self._performance.items()},
+            )
         reached = f"step {self._last_step}/{self._total_steps}" if self._last_step is not None else "no step"
-        self._say(Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold"))
+        self._say(
+            Text(f"finished: {reached} in {format_seconds(self._clock() - self._started_at)}", style="bold")
+        )
 
     def _add_performance(self, metrics: Mapping[str, Any]) -> None:
         """Sum up the rates of the steps from the second one on: the first also pays for what is made once."""

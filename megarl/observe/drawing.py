@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Their contrast is at least 3 to both a white and a dark page.
-COLOURS = ("#4a6fa5", "#2a9d8f", "#b8860b", "#d9772b", "#d1495b", "#5b8c3e", "#8e6bb0", "#3a8fb7", "#c8649a", "#9c6b3f")
+COLOURS = (
+    "#4a6fa5",
+    "#2a9d8f",
+    "#b8860b",
+    "#d9772b",
+    "#d1495b",
+    "#5b8c3e",
+    "#8e6bb0",
+    "#3a8fb7",
+    "#c8649a",
+    "#9c6b3f",
+)
 OTHER_COLOUR = "#8a9299"
 GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
@@ -37,12 +48,29 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
         return
     window = smoothing_window(len(curve.steps))
     if window == 1:
-        axes.plot(curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label)
+        axes.plot(
+            curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label
+        )
         return
     # a dot takes more of a page than all else of its point
     dots = "." if len(curve.steps) <= MOST_DOTS else ""
-    axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, marker=dots, markersize=4, alpha=0.5, label=label)
-    axes.plot(curve.steps, running_mean(curve.values, window), color=colour, linewidth=2.2, label=f"running mean of {window} steps")
+    axes.plot(
+        curve.steps,
+        curve.values,
+        color=colour,
+        linewidth=0.8,
+        marker=dots,
+        markersize=4,
+        alpha=0.5,
+        label=label,
+    )
+    axes.plot(
+        curve.steps,
+        running_mean(curve.values, window),
+        color=colour,
+        linewidth=2.2,
+        label=f"running mean of {window} steps",
+    )
 
 
 @contextmanager
@@ -56,7 +84,10 @@ def plain_text() -> Iterator[None]:
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise MegarlError(f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install matplotlib") from error
+        raise MegarlError(
+            f"plots need the package matplotlib, which cannot be imported ({error}). Fix: pip install "
+            "matplotlib"
+        ) from error
     with rc_context({"text.parse_math": False}):
         yield
 
@@ -123,8 +154,15 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
     """Return metrics of the phases of the top level that make a step long, longest first."""
-    names = [name for name in series if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP]
-    beside = {f"timing/{name}_s" for name in beside_training([name.removeprefix("timing/").removesuffix("_s") for name in names])}
+    names = [
+        name
+        for name in series
+        if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP
+    ]
+    beside = {
+        f"timing/{name}_s"
+        for name in beside_training([name.removeprefix("timing/").removesuffix("_s") for name in names])
+    }
     return sorted((name for name in names if name not in beside), key=lambda name: -sum(series[name].values))
 
 
@@ -148,18 +186,31 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         What the legend says, for ``axes.legend`` or ``figure.legend``.
     """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
-    steps = sorted({step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ()))
+    steps = sorted(
+        {step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ())
+    )
     heights = {name: phase.on(steps) for name, phase in phases.items()}
     covered = [sum(column) for column in zip(*heights.values(), strict=True)]
     if total is not None:
-        heights["other"] = [max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)]
+        heights["other"] = [
+            max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
+        ]
     group = -(-len(steps) // MOST_BARS)
     trained = next((index for index, step in enumerate(steps) if step > 0), 0)
     centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
     bottom = [0.0] * len(centres)
-    for (name, seconds), colour in zip(heights.items(), [*cycled_colours(len(phases)), OTHER_COLOUR], strict=False):
+    for (name, seconds), colour in zip(
+        heights.items(), [*cycled_colours(len(phases)), OTHER_COLOUR], strict=False
+    ):
         bars = [_mean(seconds[start : start + group]) for start in range(0, len(steps), group)]
-        axes.bar(centres, bars, bottom=bottom, width=_bar_width(centres), color=colour, label=f"{name} ({_mean(seconds[trained:]):.3g} s)")
+        axes.bar(
+            centres,
+            bars,
+            bottom=bottom,
+            width=_bar_width(centres),
+            color=colour,
+            label=f"{name} ({_mean(seconds[trained:]):.3g} s)",
+        )
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()

@@ -35,7 +35,9 @@ _REPEATED_NAMES = (
     "moe_z_loss",
 )
 
-DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({name: Reduction.MEAN for name in _REPEATED_NAMES})
+DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {name: Reduction.MEAN for name in _REPEATED_NAMES}
+)
 """Reductions of the names that are not sums and that no loss has to declare."""
 
 
@@ -79,7 +81,9 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
     return total / len(numbers) if reduction is Reduction.MEAN else total
 
 
-def reduce_metrics(all_mb_metrics: Mapping[str, Sequence[float]], reductions: Mapping[str, Reduction] | None = None) -> dict[str, float]:
+def reduce_metrics(
+    all_mb_metrics: Mapping[str, Sequence[float]], reductions: Mapping[str, Reduction] | None = None
+) -> dict[str, float]:
     """Return the metrics of a step from those of its micro-batches.
 
     Args:

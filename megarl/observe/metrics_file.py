@@ -106,12 +106,16 @@ class MetricsFile:
         except FileNotFoundError:
             size = os.fstat(self._descriptor).st_size
             self._replace([os.pread(self._descriptor, size, 0)])
-            logger.warning("%s was removed while the run goes on; it was written again, with all its rows", self.path)
+            logger.warning(
+                "%s was removed while the run goes on; it was written again, with all its rows", self.path
+            )
             return
         if not os.path.samestat(there, os.fstat(self._descriptor)):
             self._open_again()
             self._drop_partial_line()
-            logger.warning("%s was replaced by another file while the run goes on; further rows go there", self.path)
+            logger.warning(
+                "%s was replaced by another file while the run goes on; further rows go there", self.path
+            )
 
     def _open_again(self) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -146,7 +150,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     rows = list(stream_metrics(path))
     if not rows:
-        raise DataError(f"metrics file {path} holds 0 rows, at least 1 is needed. Fix: let the run finish its first step")
+        raise DataError(
+            f"metrics file {path} holds 0 rows, at least 1 is needed. Fix: let the run finish its first step"
+        )
     return rows
 
 
@@ -161,7 +167,10 @@ def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as stream:
             yield from _rows(path, stream)
     except OSError as error:
-        raise DataError(f"metrics file {path} cannot be read: {error.strerror}. Fix: give the directory of a run that wrote one") from error
+        raise DataError(
+            f"metrics file {path} cannot be read: {error.strerror}. Fix: give the directory of a run that "
+            "wrote one"
+        ) from error
 
 
 def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -169,7 +178,8 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if broken is not None:
             raise DataError(
-                f"metrics file {path} line {broken[0]} = {broken[1][:60]!r}: not a JSON object with an integer step. Fix: remove the line"
+                f"metrics file {path} line {broken[0]} = {broken[1][:60]!r}: not a JSON object with an "
+                "integer step. Fix: remove the line"
             )
         if not line.strip():
             continue

@@ -48,7 +48,16 @@ _STYLE: dict[str, Any] = {
     "savefig.facecolor": "none",
     "axes.facecolor": "none",
 }
-_RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[5], COLOURS[8], COLOURS[9])
+_RUN_COLOURS = (
+    COLOURS[1],
+    COLOURS[4],
+    COLOURS[0],
+    COLOURS[2],
+    COLOURS[6],
+    COLOURS[5],
+    COLOURS[8],
+    COLOURS[9],
+)
 _RUN_LUMINANCES = (0.16, 0.27)
 # Of a line of text in a picture.
 _MOST_CHARACTERS = 44
@@ -81,7 +90,9 @@ class Panel:
     def shown(self, curve: Curve, series: Mapping[str, Series]) -> Series | None:
         """Return what a run has of a curve; None if there is nothing to show."""
         found = (series[name] for name in curve.metrics if name in series)
-        return next((each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None)
+        return next(
+            (each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None
+        )
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
         """Return whether a run has any of the curves."""
@@ -92,10 +103,17 @@ PANELS = (
     Panel(
         "Reward",
         "reward, accuracy (fraction)",
-        (Curve(REWARD_NAMES, "reward of sampled answers"), Curve(ACCURACY_NAMES, "validation accuracy", True)),
+        (
+            Curve(REWARD_NAMES, "reward of sampled answers"),
+            Curve(ACCURACY_NAMES, "validation accuracy", True),
+        ),
         fraction=True,
     ),
-    Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
+    Panel(
+        "Loss",
+        "loss",
+        (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True)),
+    ),
     Panel(
         "Critic",
         "half the squared error",
@@ -117,20 +135,34 @@ PANELS = (
     Panel(
         "Entropy",
         "nats a token",
-        (Curve(("train/approx_entropy",), "estimate for the policy"), Curve(("train/entropy",), "of the policy")),
+        (
+            Curve(("train/approx_entropy",), "estimate for the policy"),
+            Curve(("train/entropy",), "of the policy"),
+        ),
         zero_is_absent=True,
     ),
-    Panel("Gradient norm", "L2 norm", (Curve(("train/grad_norm",), "gradient norm, before clipping"),), from_zero=True),
+    Panel(
+        "Gradient norm",
+        "L2 norm",
+        (Curve(("train/grad_norm",), "gradient norm, before clipping"),),
+        from_zero=True,
+    ),
     Panel(
         "Length of answers",
         "tokens",
-        (Curve(("train/generation_length",), "sampled answers"), Curve(("validation/generation_length",), "validation", True)),
+        (
+            Curve(("train/generation_length",), "sampled answers"),
+            Curve(("validation/generation_length",), "validation", True),
+        ),
         from_zero=True,
     ),
     Panel(
         "Answers that were cut off",
         "fraction",
-        (Curve(("train/truncated",), "sampled answers"), Curve(("validation/truncated",), "validation", True)),
+        (
+            Curve(("train/truncated",), "sampled answers"),
+            Curve(("validation/truncated",), "validation", True),
+        ),
         from_zero=True,
     ),
     Panel(
@@ -177,7 +209,9 @@ PANELS = (
         from_zero=True,
         zero_is_absent=True,
     ),
-    Panel("Learning rate", "learning rate", (Curve(("train/lr",), "learning rate", plain=True),), from_zero=True),
+    Panel(
+        "Learning rate", "learning rate", (Curve(("train/lr",), "learning rate", plain=True),), from_zero=True
+    ),
 )
 
 
@@ -244,7 +278,9 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
             else:
                 _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4], COLOURS[0])[index])
     _set_limits(axes, panel, min(drawn), max(drawn))
-    return [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
+    return (
+        [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
+    )
 
 
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
@@ -265,16 +301,35 @@ def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _set_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+def _set_legend(
+    figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
+) -> None:
     """Make room for a legend above the axes, where it never lies over a curve; in two columns where their
     words have room."""
     half = -(-len(labels) // 2)
     halves = [labels[:half], labels[half:]]
-    columns = 2 if title and sum(max(map(len, part), default=0) for part in halves) < _MOST_CHARACTERS - 4 else 1
+    columns = (
+        2 if title and sum(max(map(len, part), default=0) for part in halves) < _MOST_CHARACTERS - 4 else 1
+    )
     rows = (half if columns == 2 else len(labels)) + bool(title)
     figure.set_figheight(figure.get_figheight() + _LINE * rows)
-    spaces = {"labelspacing": 0.2, "columnspacing": 0.8, "handlelength": 1.2, "handletextpad": 0.6, "borderaxespad": 0.1}
-    figure.legend(handles, labels, title=title, ncols=columns, loc="outside upper left", frameon=False, fontsize=11, **spaces)
+    spaces = {
+        "labelspacing": 0.2,
+        "columnspacing": 0.8,
+        "handlelength": 1.2,
+        "handletextpad": 0.6,
+        "borderaxespad": 0.1,
+    }
+    figure.legend(
+        handles,
+        labels,
+        title=title,
+        ncols=columns,
+        loc="outside upper left",
+        frameon=False,
+        fontsize=11,
+        **spaces,
+    )
 
 
 def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
@@ -282,10 +337,20 @@ def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
         draw_smoothed(axes, series, colour, curve.name)
         return
     steps, values = _few_points(series)
-    axes.plot(steps, values, color=colour, linewidth=1.8, marker=_marker(curve, series), markersize=4, label=curve.name)
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        linewidth=1.8,
+        marker=_marker(curve, series),
+        markersize=4,
+        label=curve.name,
+    )
 
 
-def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, solid_or_broken: str) -> Line2D:
+def _draw_beside_others(
+    axes: Axes, curve: Curve, series: Series, colour: str, solid_or_broken: str
+) -> Line2D:
     """Broken lines tell a further curve of a panel from the first, as the colour tells the run."""
     steps, values = _few_points(series)
     label, window = curve.name, 1 if curve.sparse or curve.plain else smoothing_window(len(values))
@@ -295,7 +360,9 @@ def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, s
         values, label = running_mean(values, window), f"{label} (running mean)"
     style = "--" if curve.sparse else solid_or_broken
     marker = _marker(curve, series)
-    (line,) = axes.plot(steps, values, color=colour, linewidth=1.8, linestyle=style, marker=marker, markersize=4, label=label)
+    (line,) = axes.plot(
+        steps, values, color=colour, linewidth=1.8, linestyle=style, marker=marker, markersize=4, label=label
+    )
     return line
 
 
@@ -320,7 +387,9 @@ def _without_colour(line: Line2D) -> Line2D:
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
     """Mean seconds of each phase, a bar for each run."""
-    runs = {label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()}
+    runs = {
+        label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()
+    }
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
     counts = list[int]()
@@ -329,20 +398,28 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         counts.append(max(len(series[name].steps) for name in counted))
     left = [0.0] * len(runs)
     for colour, name in zip(cycled_colours(len(names)), names, strict=True):
-        widths = [sum(series[name].values) / count if name in series else 0.0 for series, count in zip(runs.values(), counts, strict=True)]
+        widths = [
+            sum(series[name].values) / count if name in series else 0.0
+            for series, count in zip(runs.values(), counts, strict=True)
+        ]
         axes.barh(positions, widths, left=left, color=colour, height=0.5, label=phase_title(name))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     whole = [
-        sum(series[STEP].values) / count if STEP in series else end for series, count, end in zip(runs.values(), counts, left, strict=True)
+        sum(series[STEP].values) / count if STEP in series else end
+        for series, count, end in zip(runs.values(), counts, left, strict=True)
     ]
     rest = [max(total - end, 0.0) for total, end in zip(whole, left, strict=True)]
     axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.5, label="other")
     for position, total in zip(positions, whole, strict=True):
-        axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center"
+        )
     # Above the bars, as names of any length have room there.
     for position, name in zip(positions, runs, strict=True):
         shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
-        axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(False)
+        axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(
+            False
+        )
     axes.set_yticks([])
     axes.set_ylim(len(runs) - 0.5, -0.8)
     axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)
@@ -386,7 +463,9 @@ def _svg(figure: Figure, title: str) -> str:
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     text = buffer.getvalue()
     for ours, of_page in _OF_PAGE.items():
         text = text.replace(ours, of_page)

@@ -53,7 +53,10 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     if not files:
         children = sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")})
         if not children:
-            raise DataError(f"run directory {directory} holds no {FILE_NAME}. Fix: give the directory that a run wrote into")
+            raise DataError(
+                f"run directory {directory} holds no {FILE_NAME}. Fix: give the directory that a run wrote "
+                "into"
+            )
         return [path for child in children for path in plot_run(child)]
     series = collect_series(row for file in files for row in stream_metrics(file))
     name = run_labels([directory])[directory]
@@ -72,7 +75,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         written.append(_save(figure, directory / "timing.png"))
     if not written:
         raise DataError(
-            f"{files[0]} holds no reward, loss or timing ({len(series)} other metrics). Fix: let the run finish a step of training"
+            f"{files[0]} holds no reward, loss or timing ({len(series)} other metrics). Fix: let the run "
+            "finish a step of training"
         )
     return written
 
@@ -87,19 +91,41 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
         MegarlError: matplotlib is not installed.
     """
     runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
-    metric = next((name for name in ACCURACY_NAMES + _REWARDS if runs and all(name in series for series in runs.values())), None)
+    metric = next(
+        (
+            name
+            for name in ACCURACY_NAMES + _REWARDS
+            if runs and all(name in series for series in runs.values())
+        ),
+        None,
+    )
     if metric is None:
         wanted = ", ".join(ACCURACY_NAMES + _REWARDS)
         raise DataError(
-            f"{len(runs)} runs share none of the metrics {wanted}. Fix: give at least one run, all of one recipe with validation on"
+            f"{len(runs)} runs share none of the metrics {wanted}. Fix: give at least one run, all of one "
+            "recipe with validation on"
         )
     figure, axes = one_panel(f"{metric} of {len(runs)} run{'s' if len(runs) != 1 else ''}")
     labels = run_labels(list(runs))
     for colour, (run_dir, series) in zip(cycled_colours(len(runs)), runs.items(), strict=True):
-        axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=1.4, alpha=0.75, label=labels[run_dir])
+        axes.plot(
+            series[metric].steps,
+            series[metric].values,
+            color=colour,
+            linewidth=1.4,
+            alpha=0.75,
+            label=labels[run_dir],
+        )
     mean = mean_over_runs([series[metric] for series in runs.values()])
     if len(runs) > 1 and mean.steps:
-        axes.plot(mean.steps, mean.values, color="black", linewidth=2.6, marker=marker_of(mean), label="mean over common steps")
+        axes.plot(
+            mean.steps,
+            mean.values,
+            color="black",
+            linewidth=2.6,
+            marker=marker_of(mean),
+            label="mean over common steps",
+        )
     finish_axes(axes, metric.split("/", 1)[1].replace("_", " ") + " (fraction)", legend=True)
     return _save(figure, Path(out_png))
 

@@ -128,7 +128,9 @@ class ProgressConsole:
     @contextlib.contextmanager
     def _plain_lines(self, phase: Phase) -> Iterator[None]:
         ended = threading.Event()
-        teller = threading.Thread(target=self._tell, args=(phase, ended), name=f"progress of {phase.title}", daemon=True)
+        teller = threading.Thread(
+            target=self._tell, args=(phase, ended), name=f"progress of {phase.title}", daemon=True
+        )
         teller.start()
         try:
             yield

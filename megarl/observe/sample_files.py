@@ -26,7 +26,9 @@ DIRECTORY = "samples"
 TRAIN, VALIDATION = "train", "validation"
 """Kinds of files."""
 
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 """Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and
 line feed are not in it."""
 
@@ -45,7 +47,9 @@ class SampleFiles:
     step: the first time with a warning, in the end with the number of such steps.
     """
 
-    def __init__(self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S
+    ) -> None:
         """Args:
         directory: of the files; made when there is something to write.
         most_files: of each kind; the oldest one and the newest ones stay. None keeps all.
@@ -59,7 +63,9 @@ class SampleFiles:
         self._stalled = False
         self._lost = 0
 
-    def write(self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None) -> None:
+    def write(
+        self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None
+    ) -> None:
         """Have the samples of a step written, in the place of those that it may have already.
 
         Args:
@@ -75,7 +81,9 @@ class SampleFiles:
                 self._waiting.append((kind, step, rows, then))
                 self._changed.notify_all()
         if full:
-            self._lose(f"the disk, or who takes them besides, is slower than the steps: {_MOST_WAITING} of them wait")
+            self._lose(
+                f"the disk, or who takes them besides, is slower than the steps: {_MOST_WAITING} of them wait"
+            )
         elif self._thread is None:
             # a daemon, so that a disk that does not answer cannot keep the process from ending
             self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
@@ -85,7 +93,9 @@ class SampleFiles:
         """Wait until all that was handed over is on disk, as long as a disk is given; for one that hangs only
         once."""
         with self._changed:
-            self._stalled = not self._changed.wait_for(lambda: not self._waiting, 0.0 if self._stalled else self._patience_s)
+            self._stalled = not self._changed.wait_for(
+                lambda: not self._waiting, 0.0 if self._stalled else self._patience_s
+            )
         if self._stalled:
             self._lose(f"the disk has not taken them within {self._patience_s:g} s")
 
@@ -93,11 +103,18 @@ class SampleFiles:
         """Remove the files of later steps, which are computed again, and what a killed run left
         unfinished."""
         try:
-            late = [path for kind in (TRAIN, VALIDATION) for number, path in list_samples(self._directory, kind) if number > step]
+            late = [
+                path
+                for kind in (TRAIN, VALIDATION)
+                for number, path in list_samples(self._directory, kind)
+                if number > step
+            ]
             for path in [*late, *self._directory.glob(".*.tmp")]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("samples of steps after %d cannot be removed from %s: %s", step, self._directory, error)
+            logger.warning(
+                "samples of steps after %d cannot be removed from %s: %s", step, self._directory, error
+            )
 
     def close(self) -> None:
         """Flush and end the thread; a second call does nothing."""
@@ -108,7 +125,9 @@ class SampleFiles:
             self._closed = True
             self._changed.notify_all()
         if self._lost > 1:
-            logger.warning("samples were lost %d times, see the first warning of %s", self._lost, self._directory)
+            logger.warning(
+                "samples were lost %d times, see the first warning of %s", self._lost, self._directory
+            )
 
     def __enter__(self) -> SampleFiles:
         return self
@@ -197,7 +216,10 @@ def shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head = limit // 2
-    return f"{text[:head]}\n[... {len(text) - limit:,} characters left out ...]\n{text[len(text) - (limit - head) :]}"
+    return (
+        f"{text[:head]}\n[... {len(text) - limit:,} characters left out "
+        f"...]\n{text[len(text) - (limit - head) :]}"
+    )
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -58,7 +58,11 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
         step = row["step"]
         last_time = _finite(row.get("time"))
         for name, value in row.items():
-            if name in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float | None):
+            if (
+                name in ("step", "time")
+                or isinstance(value, bool)
+                or not isinstance(value, int | float | None)
+            ):
                 continue
             number = _finite(value)
             if number is None:
@@ -82,7 +86,9 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _series(steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]) -> Series:
+def _series(
+    steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]
+) -> Series:
     """Return a curve of points in the order of the file; metrics of the same steps share them."""
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))

@@ -73,7 +73,9 @@ class _RunSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Give one row."""
-        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
+        self._run.log(
+            {name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"]
+        )
 
     def truncate_after(self, step: int) -> None:
         """Nothing to do: W&B itself ignores a step that it already has, and Trackio removes no row."""
@@ -101,7 +103,9 @@ class WandbSink(_RunSink):
         log_dir.mkdir(parents=True, exist_ok=True)
         identity = {"id": _remembered_id(log_dir / _WANDB_ID_FILE), "resume": "allow"}
         self._module = module
-        self._run = module.init(**{"dir": str(log_dir), **identity, **_without_nulls(settings)}, config=redacted(run_config))
+        self._run = module.init(
+            **{"dir": str(log_dir), **identity, **_without_nulls(settings)}, config=redacted(run_config)
+        )
 
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
@@ -140,7 +144,9 @@ class MlflowSink:
         self._client = module.MlflowClient(tracking_uri=settings.get("tracking_uri"))
         self._entities = module.entities
         logger.info("connecting to MLflow")
-        self._run_id = self._same_run(log_dir / _MLFLOW_ID_FILE) or self._new_run(settings, log_dir, run_config)
+        self._run_id = self._same_run(log_dir / _MLFLOW_ID_FILE) or self._new_run(
+            settings, log_dir, run_config
+        )
         self._calls = _InOrder("megarl-mlflow")
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -150,7 +156,11 @@ class MlflowSink:
             Exception: an earlier row could not be sent.
         """
         milliseconds, step = int(row["time"] * 1000), row["step"]
-        numbers = {name: float(value) for name, value in row.items() if name not in _OWN_NAMES and isinstance(value, int | float)}
+        numbers = {
+            name: float(value)
+            for name, value in row.items()
+            if name not in _OWN_NAMES and isinstance(value, int | float)
+        }
         metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in numbers.items()]
         self._calls.put(lambda: self._client.log_batch(self._run_id, metrics=metrics))
         self._calls.raise_fault()
@@ -182,11 +192,15 @@ class MlflowSink:
     def _new_run(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> str:
         name = settings["experiment_name"]
         experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        experiment_id = (
+            experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        )
         run_id = str(self._client.create_run(experiment_id, run_name=settings.get("run_name")).info.run_id)
         log_dir.mkdir(parents=True, exist_ok=True)
         (log_dir / _MLFLOW_ID_FILE).write_text(run_id + "\n")
-        params = [self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")]
+        params = [
+            self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")
+        ]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
         return run_id
@@ -211,7 +225,9 @@ class TrackioSink(_RunSink):
         log_dir.mkdir(parents=True, exist_ok=True)
         # Trackio resumes by name, and another run of the same name is not to be gone on with
         name = "-".join([*filter(None, [settings.get("name")]), _remembered_id(log_dir / _TRACKIO_ID_FILE)])
-        self._run = module.init(**_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)})
+        self._run = module.init(
+            **_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)}
+        )
 
 
 class _InOrder:
@@ -284,4 +300,6 @@ def _import(module: str, key: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         bound = f"needs the package {package}, which cannot be imported ({error})"
-        raise ConfigError([Violation(key, True, bound, f"pip install {package}, or set {key}=false")]) from error
+        raise ConfigError(
+            [Violation(key, True, bound, f"pip install {package}, or set {key}=false")]
+        ) from error

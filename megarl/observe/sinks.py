@@ -107,7 +107,12 @@ class MetricsFileSink:
             if self._cut_after is not None:
                 dropped = self._file.truncate_after(self._cut_after)
                 if dropped:
-                    logger.info("%s: removed %d rows of steps after %d, they are computed again", FILE_NAME, dropped, self._cut_after)
+                    logger.info(
+                        "%s: removed %d rows of steps after %d, they are computed again",
+                        FILE_NAME,
+                        dropped,
+                        self._cut_after,
+                    )
                 self._cut_after = None
             while self._waiting:
                 self._file.append_line(self._waiting[0][1])
@@ -115,9 +120,15 @@ class MetricsFileSink:
         except OSError as error:
             self._was_full = True
             kept = f"{len(self._waiting)} rows wait until it can be written"
-            raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {kept}", str(self._file.path)) from error
+            raise OSError(
+                error.errno, f"{os.strerror(error.errno or 0)}; {kept}", str(self._file.path)
+            ) from error
         if self._was_full:
-            lost = f"; {self._lost} older ones, of more than {self._most_bytes} bytes, are lost" if self._lost else ""
+            lost = (
+                f"; {self._lost} older ones, of more than {self._most_bytes} bytes, are lost"
+                if self._lost
+                else ""
+            )
             logger.warning("%s could be written again, with all rows that waited%s", FILE_NAME, lost)
             self._was_full, self._lost = False, 0
 
@@ -197,12 +208,20 @@ class MetricSinks:
         except (Exception, SystemExit) as error:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
-                logger.warning("%s failed in %s (%s: %s); training goes on without it", sink.name, method, type(error).__name__, error)
+                logger.warning(
+                    "%s failed in %s (%s: %s); training goes on without it",
+                    sink.name,
+                    method,
+                    type(error).__name__,
+                    error,
+                )
         else:
             self._failing.discard(sink.name)
 
 
-def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None) -> MetricSinks:
+def open_sinks(
+    logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None
+) -> MetricSinks:
     """Return the sinks that a ``logger`` section asks for.
 
     Args:
@@ -218,7 +237,9 @@ def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Map
     log_dir, config = Path(logger_config.get("log_dir") or directory), run_config or {}
     builders: list[tuple[str, Callable[[], Sink]]] = [(FILE_NAME, lambda: MetricsFileSink(directory))]
     if logger_config.get("tensorboard_enabled"):
-        builders.append((TensorBoardSink.name, lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
+        builders.append(
+            (TensorBoardSink.name, lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir))
+        )
     for service, kind in _SERVICES.items():
         if at(logger_config, f"{service}_enabled"):
             settings: Any = at(logger_config, service) or {}
@@ -233,7 +254,9 @@ def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Map
             MetricSinks(sinks).close()
             raise
         except (Exception, SystemExit) as error:
-            logger.warning("%s cannot be opened (%s: %s); training goes on without it", name, type(error).__name__, error)
+            logger.warning(
+                "%s cannot be opened (%s: %s); training goes on without it", name, type(error).__name__, error
+            )
     return MetricSinks(sinks)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 from megarl.observe.timing import STEP_SECONDS
 
 LOSS_NAMES = ("train/loss", "loss")
-REWARD_NAMES = ("train/reward", "reward", "train/reward_mean", "reward_mean", "train/mean_reward", "mean_reward")
+REWARD_NAMES = (
+    "train/reward",
+    "reward",
+    "train/reward_mean",
+    "reward_mean",
+    "train/mean_reward",
+    "mean_reward",
+)
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
 EPISODES = "episodes/"
 """What the names of metrics begin with that count conversations by how they ended."""
@@ -59,7 +66,13 @@ def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
         is_timing = name.startswith(_TIMING_PREFIX) or bare_name.removesuffix("_s") in _SHORT_PHASES
-        if not is_timing or not bare_name.endswith("_s") or "/" in bare_name or bare_name == STEP_SECONDS or value is None:
+        if (
+            not is_timing
+            or not bare_name.endswith("_s")
+            or "/" in bare_name
+            or bare_name == STEP_SECONDS
+            or value is None
+        ):
             continue
         seconds[bare_name.removesuffix("_s")] = float(value)
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
@@ -94,10 +107,16 @@ def format_seconds(seconds: float) -> str:
     if whole < 3570:
         return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
     minutes = round(whole / 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes < 24 * 60 else f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+    return (
+        f"{minutes // 60}h{minutes % 60:02d}m"
+        if minutes < 24 * 60
+        else f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+    )
 
 
-def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int) -> list[tuple[str, str]]:
+def step_fields(
+    step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int
+) -> list[tuple[str, str]]:
     """Return the parts of the line as (kind, text); two spaces join them.
 
     When the line would be wider than ``width`` columns, the parts that matter least go first: phases
@@ -105,7 +124,9 @@ def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: 
     none and gradient norm always stay. Phases of less than 0.05 s are not worth a column.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
-    loss, reward, grad_norm = (first_number(metrics, names) for names in (LOSS_NAMES, REWARD_NAMES, GRAD_NORM_NAMES))
+    loss, reward, grad_norm = (
+        first_number(metrics, names) for names in (LOSS_NAMES, REWARD_NAMES, GRAD_NORM_NAMES)
+    )
     if loss is not None:
         fields.append(("loss", f"loss {format_number(loss):>7}"))
     if reward is not None:
@@ -139,12 +160,19 @@ def throughput_line(metrics: Mapping[str, Any]) -> str:
     """
     parts = []
     for phase, title in RATED_PHASES.items():
-        tokens, share = (first_number(metrics, [f"performance/{phase}_{name}"]) for name in ("tokens_per_s", "mfu"))
+        tokens, share = (
+            first_number(metrics, [f"performance/{phase}_{name}"]) for name in ("tokens_per_s", "mfu")
+        )
         if tokens is not None:
-            parts.append(f"{title} {_thousands(tokens)} tok/s" + ("" if share is None else f", MFU {format_share(share)}"))
+            parts.append(
+                f"{title} {_thousands(tokens)} tok/s"
+                + ("" if share is None else f", MFU {format_share(share)}")
+            )
     if not parts:
         return ""
-    padding, idle = (first_number(metrics, [f"performance/{name}"]) for name in ("padding_efficiency", "idle_s"))
+    padding, idle = (
+        first_number(metrics, [f"performance/{name}"]) for name in ("padding_efficiency", "idle_s")
+    )
     parts += [] if padding is None else [f"padding efficiency {format_share(padding)}"]
     parts += [] if idle is None else [f"idle {format_seconds(idle)}"]
     return "; ".join(parts)
@@ -153,13 +181,21 @@ def throughput_line(metrics: Mapping[str, Any]) -> str:
 def format_share(share: float) -> str:
     """``34%``, ``3.4%``, ``0.34%``."""
     percent = 100 * share
-    return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.995 else f"{percent:.2f}%"
+    return (
+        f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.995 else f"{percent:.2f}%"
+    )
 
 
-def _with_phases(fields: list[tuple[str, str]], phases: Mapping[str, float], width: int) -> list[tuple[str, str]]:
+def _with_phases(
+    fields: list[tuple[str, str]], phases: Mapping[str, float], width: int
+) -> list[tuple[str, str]]:
     """Put the longest phases that fit behind the time of the step."""
     position = next((index for index, (kind, _) in enumerate(fields) if kind == "time"), None)
-    shown = [f"{_SHORT_PHASES.get(name, name)} {_bare_seconds(seconds)}" for name, seconds in phases.items() if seconds >= 0.05]
+    shown = [
+        f"{_SHORT_PHASES.get(name, name)} {_bare_seconds(seconds)}"
+        for name, seconds in phases.items()
+        if seconds >= 0.05
+    ]
     if position is None:
         return fields
     while shown:

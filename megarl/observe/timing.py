@@ -57,7 +57,11 @@ class PhaseTimer:
     never count a second twice and add up to at most the step. For one thread only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, on_change: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_change: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Args:
         clock: monotonic seconds; replaced in tests.
         on_change: called with the path of the phase that is under way from now on; empty for none.
@@ -88,7 +92,10 @@ class PhaseTimer:
             StateError: no phase is open.
         """
         if not self._open:
-            raise StateError("sequences are counted for a phase, and none is open. Fix: call passed() inside the block of phase()")
+            raise StateError(
+                "sequences are counted for a phase, and none is open. Fix: call passed() inside the block "
+                "of phase()"
+            )
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
 
     def merge(self, other: PhaseTimer, seconds: Mapping[str, float]) -> None:
@@ -96,7 +103,10 @@ class PhaseTimer:
         of what went on beside."""
         collected = other.collect()
         del collected[STEP_SECONDS]
-        for name, value in {**{name.removesuffix("_s"): value for name, value in collected.items()}, **seconds}.items():
+        for name, value in {
+            **{name.removesuffix("_s"): value for name, value in collected.items()},
+            **seconds,
+        }.items():
             self._add(name, value)
         self.count(other)
 

@@ -47,7 +47,12 @@ def responses_of_rows(case: Case) -> Tensor:
     for _ in range(case.steps):
         left, most = case.global_batch, case.segments
         while left:
-            size = min(left, most if left == case.global_batch else int(torch.randint(1, most + 1, (1,), generator=generator)))
+            size = min(
+                left,
+                most
+                if left == case.global_batch
+                else int(torch.randint(1, most + 1, (1,), generator=generator)),
+            )
             found += [found[-1] + 1 if found else 0] * size
             left -= size
     return torch.tensor(found)
@@ -60,7 +65,9 @@ def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
         # Of few rows all may be masked, which is another case.
         mask[mask.sum(1) == 0, 0] = 1.0
     elif case.masked == "rank":
-        mask[:, : case.mbs * case.micro] = 0.0  # with fixed micro-batches, these rows are those of the first data-parallel rank
+        mask[:, : case.mbs * case.micro] = (
+            0.0  # with fixed micro-batches, these rows are those of the first data-parallel rank
+        )
     elif case.masked == "all":
         mask[0] = 0.0
     return mask.flatten()
@@ -112,7 +119,9 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     }
     if case.advantages_kind != "given":
         signals = _with_rewards(case, signals)
-    if "forced" in case.loss_options and not (case.takes_divergence_from_rewards or case.advantages_kind == "teacher"):
+    if "forced" in case.loss_options and not (
+        case.takes_divergence_from_rewards or case.advantages_kind == "teacher"
+    ):
         # nobody asks for them
         del signals["prev_logprobs"]
     return signals
@@ -130,7 +139,16 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
     return torch.where(is_sharp, sharp, flat.log_softmax(-1))
 
 
-REWARDS = ("reward", "reward/one", "reward/other", "rewarded", "prompt", "truncated", "values", "teacher_logprobs")
+REWARDS = (
+    "reward",
+    "reward/one",
+    "reward/other",
+    "rewarded",
+    "prompt",
+    "truncated",
+    "values",
+    "teacher_logprobs",
+)
 """Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are
 not trained on do), the number of the prompt, and whether an answer was truncated; [B, S] what a critic says
 at each token, and the log-probabilities of a teacher."""
@@ -170,7 +188,10 @@ def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]
 def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the batch of each ``train()`` call."""
     rows = _rows_of_a_call(case)
-    return [{key: value[first : first + rows] for key, value in batch.items()} for first in range(0, case.total_rows, rows)]
+    return [
+        {key: value[first : first + rows] for key, value in batch.items()}
+        for first in range(0, case.total_rows, rows)
+    ]
 
 
 def _rows_of_a_call(case: Case) -> int:

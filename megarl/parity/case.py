@@ -232,7 +232,12 @@ class Case:
         margin as a factor from which a constant of its size is taken away; and in distillation, whose
         gradient sums up differences between two distributions that cancel."""
         divides_by_rounding = self.optimizer == "adam" and self.eps < MILD_EPSILON
-        return self.precision != "float32" or divides_by_rounding or "ipo" in self.loss_options or self.loss_kind == "distill"
+        return (
+            self.precision != "float32"
+            or divides_by_rounding
+            or "ipo" in self.loss_options
+            or self.loss_kind == "distill"
+        )
 
     @property
     def world(self) -> int:
@@ -364,9 +369,33 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": DECAYS,
     "paths": PATHS,
 }
-SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
+SPARSE_FIELDS = (
+    "experts",
+    "topk",
+    "expert",
+    "dispatcher",
+    "balance",
+    "zloss",
+    "freeze",
+    "router",
+    "ep",
+    "etp",
+)
 """Fields of a mixture of experts."""
-_MEGATRON_ONLY = ("pp", "first", "last", "vpp", "layout", "ep", "etp", "decay", "wide", "distopt", "overlap", "bucket")
+_MEGATRON_ONLY = (
+    "pp",
+    "first",
+    "last",
+    "vpp",
+    "layout",
+    "ep",
+    "etp",
+    "decay",
+    "wide",
+    "distopt",
+    "overlap",
+    "bucket",
+)
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora")
 # What a backend, a family, a way of batching or an optimizer has no use for.
 _FOREIGN: dict[str, tuple[str, ...]] = {
@@ -410,4 +439,10 @@ def idle_fields(case: Case) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(int(value))
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -107,13 +107,19 @@ def run(options: Options, console: Console | None = None) -> int:
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
     faults = _faults(options)
-    with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(options.job_seconds) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory,
+        WorkerPool(options.job_seconds) as pool,
+    ):
         claim(Path(directory))
         shelf = ModelShelf(Path(directory))
         runner = CaseRunner(shelf, pool)
         backends = options.backends or BACKENDS
         if options.prove and given is None:
-            cases = {name: cases_of(fault, backends, options.max_world, options.seed, fixed) for name, fault in faults.items()}
+            cases = {
+                name: cases_of(fault, backends, options.max_world, options.seed, fixed)
+                for name, fault in faults.items()
+            }
             return prove(runner, faults, cases, console, options.json)
         fault = next(iter(faults.values()), None)
         if given is not None:
@@ -131,7 +137,10 @@ def _faults(options: Options) -> Mapping[str, Fault]:
         return known_faults(options.seed) if options.prove else {}
     found = faults_named(options.mutate, options.seed)
     if not options.prove and len(found) > 1:
-        raise ConfigError(f"--mutate {options.mutate}: {len(found)} faults, and a case can have one; name it, or add --prove")
+        raise ConfigError(
+            f"--mutate {options.mutate}: {len(found)} faults, and a case can have one; name it, or add "
+            "--prove"
+        )
     return found
 
 
@@ -139,13 +148,22 @@ def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, 
     outcome = runner.run(case, fault)
     worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
     for line in (
-        [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)] if outcome.passes else outcome.summary(20)
+        [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
+        if outcome.passes
+        else outcome.summary(20)
     ):
         console.print(line, soft_wrap=True, markup=False)
     if outcome.error:
         console.print(outcome.error, soft_wrap=True, markup=False)
     console.print(f"{case}  {outcome.seconds:.1f} s", soft_wrap=True, markup=False)
-    _write(options.json, {"case": str(case), "passes": outcome.passes, "differences": [asdict(found) for found in outcome.differences]})
+    _write(
+        options.json,
+        {
+            "case": str(case),
+            "passes": outcome.passes,
+            "differences": [asdict(found) for found in outcome.differences],
+        },
+    )
     return 0 if outcome.passes else 1
 
 
@@ -169,14 +187,20 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
     return 1 if results.failures or results.late else 0
 
 
-def _failure(runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole) -> dict[str, Any]:
+def _failure(
+    runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole
+) -> dict[str, Any]:
     """Say what failed, find the smallest case that fails as well, and say how to see it."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():
         progress.say(f"  {line}", "")
     smallest = shrink(outcome.case, lambda case: not runner.run(case, fault).passes, runner.possible)
     again = runner.run(smallest, fault)
-    progress.say(f'  smallest: megarl parity --case "{smallest}"' + (f" --mutate {options.mutate}" if options.mutate else ""), "bold")
+    progress.say(
+        f'  smallest: megarl parity --case "{smallest}"'
+        + (f" --mutate {options.mutate}" if options.mutate else ""),
+        "bold",
+    )
     for line in again.summary():
         progress.say(f"  {line}", "")
     return {
@@ -195,10 +219,13 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
     for kind, (error, _) in sorted(results.worst.items()):
         console.print(f"largest relative error of {kind}: {error:.1e}")
     total = results.passed + len(results.failures) + len(results.late)
-    console.print(f"{results.passed} of {total} cases agree with plain transformers (seed {options.seed})", style="bold")
+    console.print(
+        f"{results.passed} of {total} cases agree with plain transformers (seed {options.seed})", style="bold"
+    )
     if results.late:
         console.print(
-            f"{len(results.late)} gave no answer in {options.job_seconds:g} s, which is no mismatch: give them longer (--job-seconds)"
+            f"{len(results.late)} gave no answer in {options.job_seconds:g} s, which is no mismatch: give "
+            "them longer (--job-seconds)"
         )
     _write(
         options.json,

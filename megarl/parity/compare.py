@@ -55,7 +55,10 @@ class Difference:
         return self.error <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.found}, expected {self.expected} (relative error {self.error:.1e}, bound {self.bound:.0e})"
+        return (
+            f"{self.what}: {self.found}, expected {self.expected} (relative error {self.error:.1e}, "
+            f"bound {self.bound:.0e})"
+        )
 
 
 def compare(
@@ -87,9 +90,13 @@ def compare(
     masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
     # Fast paths leave positions under a mask at 0; models that score have no such path.
     skips = case.is_fast and not case.scores
-    for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()):
+    for number, (what, complete) in enumerate(
+        ((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()
+    ):
         parts = [share.under_mask[number] for share in by_data_rank]
-        found += _restored(what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask")
+        found += _restored(
+            what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask"
+        )
     base = wanted if expected.base_logprobs is None else expected.base_logprobs[rows]
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
@@ -108,15 +115,21 @@ def compare(
     return found
 
 
-def _number(what: str, kind: str, found: float, expected: float, bound: float, scale: float = 0.0) -> Difference:
-    return Difference(what, kind, relative_error(found, expected, scale), bound, f"{found:.9g}", f"{expected:.9g}")
+def _number(
+    what: str, kind: str, found: float, expected: float, bound: float, scale: float = 0.0
+) -> Difference:
+    return Difference(
+        what, kind, relative_error(found, expected, scale), bound, f"{found:.9g}", f"{expected:.9g}"
+    )
 
 
 def _repeated(rank: int, share: Share) -> Difference:
     """The reference policy's turn leaves the policy as it was."""
     told = "the same" if share.repeated else "others"
     what = f"rank {rank} log-probabilities after those of the reference policy"
-    return Difference(what, "logprobs", 0.0 if share.repeated else math.inf, BOUND, told, "the same, to the bit")
+    return Difference(
+        what, "logprobs", 0.0 if share.repeated else math.inf, BOUND, told, "the same, to the bit"
+    )
 
 
 def _likeliest(
@@ -131,7 +144,9 @@ def _likeliest(
     """Yield the most likely tokens: their log-probabilities are the largest there are, and those of the
     tokens that are reported with them. Of two that are equal to rounding either may come first, but neither
     twice."""
-    logits, tokens = (dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices"))
+    logits, tokens = (
+        dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices")
+    )
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
         wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
@@ -140,11 +155,20 @@ def _likeliest(
     logarithms = torch.nn.functional.pad(distributions, (0, 0, 0, 1))
     largest = logarithms.topk(case.likeliest).values.where(follows[..., None], nothing)
     inside = (tokens >= 0) & (tokens < case.vocab)
-    of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(follows[..., None] & inside, nothing)
+    of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(
+        follows[..., None] & inside, nothing
+    )
     for name, other in (("", largest), (", of their tokens", of_tokens)):
         yield _logprobs(what + name, logits.flatten(1), other.flatten(1), bounds.of(what))
     twice = (tokens.sort(dim=2).values.diff(dim=2) == 0).any(2) & follows
-    yield Difference(f"{what}, each once", "logprobs", math.inf if bool(twice.any()) else 0.0, BOUND, "some twice", "each once")
+    yield Difference(
+        f"{what}, each once",
+        "logprobs",
+        math.inf if bool(twice.any()) else 0.0,
+        BOUND,
+        "some twice",
+        "each once",
+    )
 
 
 def _restored(
@@ -154,7 +178,11 @@ def _restored(
     and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
-        return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]
+        return [
+            Difference(
+                what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}"
+            )
+        ]
     # Every other kind of log-probability, as of the reference policy, is computed by the weights from before
     # training.
     like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
@@ -171,19 +199,32 @@ def _restored(
 def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Difference:
     """Return the worst of all tokens."""
     if found.shape != expected.shape:
-        return Difference(what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}")
+        return Difference(
+            what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}"
+        )
     error = token_errors(found, expected)
     if error.numel() == 0:
         return Difference(what, "logprobs", 0.0, bound, "nothing", "nothing")
     row, column = divmod(int(error.argmax()), error.shape[1])
-    numbers = (f"{float(tensor[row, column]):.9g} at row {row}, token {column}" for tensor in (found, expected))
+    numbers = (
+        f"{float(tensor[row, column]):.9g} at row {row}, token {column}" for tensor in (found, expected)
+    )
     return Difference(what, "logprobs", float(error.max()), bound, *numbers)
 
 
-def _evaluation(answers: Sequence[Mapping[str, object] | None], expected: Expected, bounds: Bounds) -> list[Difference]:
+def _evaluation(
+    answers: Sequence[Mapping[str, object] | None], expected: Expected, bounds: Bounds
+) -> list[Difference]:
     target, scale, bound = expected.losses[0][0], expected.scales[0]["loss"], bounds.of("call 0 loss 0")
     return [
-        _number(f"evaluation loss of replica {rank}", "loss", _losses(answer)[0] if answer else math.nan, target, bound, scale)
+        _number(
+            f"evaluation loss of replica {rank}",
+            "loss",
+            _losses(answer)[0] if answer else math.nan,
+            target,
+            bound,
+            scale,
+        )
         for rank, answer in enumerate(answers)
     ]
 
@@ -194,7 +235,9 @@ def _losses(answer: Mapping[str, object]) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds) -> list[Difference]:
+def _call(
+    case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds
+) -> list[Difference]:
     """Return one ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver
     reduces them."""
     metrics: dict[str, list[float]] = {}
@@ -205,18 +248,24 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
             metrics.setdefault(name, []).extend(values)
     loss_fn = make_loss(case)
     first = answers[0]
-    reduced = step_metrics({"loss": first["global_loss"], "grad_norm": first["grad_norm"], "all_mb_metrics": metrics}, loss_fn)
+    reduced = step_metrics(
+        {"loss": first["global_loss"], "grad_norm": first["grad_norm"], "all_mb_metrics": metrics}, loss_fn
+    )
     raw = reduce_metrics(metrics, loss_fn.metric_reductions)
     wanted, scales = expected.metrics[call], expected.scales[call]
     norms, norm_scales = expected.norms[call], expected.norm_scales[call]
 
-    def one(name: str, kind: str, value: float, target: float, scale: float = 0.0, like: str | None = None) -> Difference:
+    def one(
+        name: str, kind: str, value: float, target: float, scale: float = 0.0, like: str | None = None
+    ) -> Difference:
         bound = bounds.of(f"call {call} {like or name}")
         return _number(f"call {call} {name}", kind, value, target, bound, scale)
 
     found = [
         one(f"loss {index}", "loss", loss, target, scales["loss"])
-        for index, (loss, target) in enumerate(zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan))
+        for index, (loss, target) in enumerate(
+            zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan)
+        )
     ]
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
     last = first["grad_norm"]
@@ -226,10 +275,18 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
         one("mean grad_norm", "grad_norm", reduced.pop("grad_norm"), mean_norm, mean_scale, like="grad_norm"),
     ]
     for index, norm in enumerate(_per_batch(metrics, norms)):
-        found.append(one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index], norm_scales[index]))
-    found += [one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")]
+        found.append(
+            one(f"grad_norm of global batch {index}", "grad_norm", norm, norms[index], norm_scales[index])
+        )
+    found += [
+        one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")
+    ]
     for name in sorted({*reduced, *wanted} - {"grad_norm"}):
-        found.append(one(name, "metric", reduced.get(name, math.nan), wanted.get(name, math.nan), scales.get(name, 0.0)))
+        found.append(
+            one(
+                name, "metric", reduced.get(name, math.nan), wanted.get(name, math.nan), scales.get(name, 0.0)
+            )
+        )
     return found
 
 
@@ -248,21 +305,39 @@ def _replicas(shares: Sequence[Share]) -> list[Difference]:
     for rank, share in enumerate(shares):
         twin = first[share.data_rank]
         found.append(
-            _logprobs(f"rank {rank} log-probabilities against its data-parallel rank's first", share.logprobs, twin.logprobs, BOUND)
+            _logprobs(
+                f"rank {rank} log-probabilities against its data-parallel rank's first",
+                share.logprobs,
+                twin.logprobs,
+                BOUND,
+            )
         )
         for call, answer in enumerate(share.calls):
-            for index, (loss, other) in enumerate(zip_longest(_losses(answer), _losses(shares[0].calls[call]), fillvalue=math.nan)):
-                found.append(_number(f"rank {rank} call {call} loss {index} against rank 0's", "loss", loss, other, BOUND))
+            for index, (loss, other) in enumerate(
+                zip_longest(_losses(answer), _losses(shares[0].calls[call]), fillvalue=math.nan)
+            ):
+                found.append(
+                    _number(
+                        f"rank {rank} call {call} loss {index} against rank 0's", "loss", loss, other, BOUND
+                    )
+                )
             if answer["all_mb_metrics"] != twin.calls[call]["all_mb_metrics"]:
                 found.append(
                     Difference(
-                        f"rank {rank} call {call} metrics", "metric", math.inf, BOUND, "others", "those of its data-parallel rank's first"
+                        f"rank {rank} call {call} metrics",
+                        "metric",
+                        math.inf,
+                        BOUND,
+                        "others",
+                        "those of its data-parallel rank's first",
                     )
                 )
     return found
 
 
-def _weights(rank: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
+def _weights(
+    rank: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Bounds
+) -> list[Difference]:
     differences = []
     for name in sorted({*found, *expected}):
         what, bound = f"rank {rank} weight {name}", bounds.of(WEIGHT + name)

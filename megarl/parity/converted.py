@@ -25,7 +25,9 @@ def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, 
         yield logprobs_by(pool, family_files)
 
 
-def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any) -> Callable[[Path, Tensor], Tensor]:
+def logprobs_by(
+    pool: WorkerPool, family_files: Sequence[Path], **megatron: Any
+) -> Callable[[Path, Tensor], Tensor]:
     """Return a function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S]
     float32, zero in column 0.
 
@@ -44,7 +46,9 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any)
     return compute
 
 
-def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, Any]) -> Mapping[str, Any]:
+def _policy(
+    directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, Any]
+) -> Mapping[str, Any]:
     rows, length = tokens.shape
     return {
         "model_name": str(directory),
@@ -54,7 +58,11 @@ def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megat
         "logprob_batch_size": rows,
         "precision": "float32",
         "max_total_sequence_length": length,
-        "megatron_cfg": {"enabled": True, "family_file": str(family_files[-1]) if family_files else None, **megatron},
+        "megatron_cfg": {
+            "enabled": True,
+            "family_file": str(family_files[-1]) if family_files else None,
+            **megatron,
+        },
     }
 
 

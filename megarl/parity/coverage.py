@@ -8,7 +8,17 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, BATCHINGS, DENSE, OF_MEGATRON, PATHS, PRECISIONS, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import (
+    BACKENDS,
+    BATCHINGS,
+    DENSE,
+    OF_MEGATRON,
+    PATHS,
+    PRECISIONS,
+    RECIPE_EPSILON,
+    SPARSE,
+    Case,
+)
 
 _LOSS_NAMES = {
     "nll": "loss: NLL",
@@ -112,7 +122,11 @@ def _table(case: Case) -> dict[str, bool]:
         "routers in float32 or float64": case.router != "model",
         **{f"batching: {name}": case.batching == name for name in BATCHINGS},
         **{name: kind == loss for kind, name in _LOSS_NAMES.items()},
-        **{name: kind == loss and option in options for kind, names in _OPTION_NAMES.items() for option, name in names.items()},
+        **{
+            name: kind == loss and option in options
+            for kind, names in _OPTION_NAMES.items()
+            for option, name in names.items()
+        },
         **{name: kind == case.advantages_kind for kind, name in _ADVANTAGE_NAMES.items()},
         **{name: option in made for option, name in _ADVANTAGE_OPTION_NAMES.items()},
         **{f"precision: {name}": case.precision == name for name in PRECISIONS},
@@ -185,7 +199,10 @@ class Coverage:
         features: dict[str, dict[str, int]] = {}
         pairs: dict[str, dict[str, int]] = {}
         for column in self._used():
-            features[column] = {"all": self._cases[column], **{name: self._single[column][name] for name in FEATURES}}
+            features[column] = {
+                "all": self._cases[column],
+                **{name: self._single[column][name] for name in FEATURES},
+            }
             pairs[column] = dict(sorted(self._pairs[column].items()))
         return {"features": features, "pairs": pairs}
 

@@ -33,7 +33,36 @@ from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, refusal
 
-PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131)
+PRIMES = (
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+    31,
+    37,
+    41,
+    43,
+    47,
+    53,
+    59,
+    61,
+    67,
+    71,
+    73,
+    79,
+    83,
+    89,
+    97,
+    101,
+    103,
+    107,
+    109,
+    113,
+    127,
+    131,
+)
 PACKERS = (
     "",
     "concatenative",
@@ -50,7 +79,11 @@ SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE = 0.45, 0.3, 0.25, 0.5
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
 """Learning rates in 16 bit: smaller steps would vanish in the rounding of the weights."""
-AXES: Mapping[str, Sequence[str]] = {"megatron": ("tp", "pp", "cp", "dp"), "dtensor": ("tp", "cp", "dp"), "fsdp1": ("dp",)}
+AXES: Mapping[str, Sequence[str]] = {
+    "megatron": ("tp", "pp", "cp", "dp"),
+    "dtensor": ("tp", "cp", "dp"),
+    "fsdp1": ("dp",),
+}
 
 
 class Drawer:
@@ -67,7 +100,13 @@ class Drawer:
         refusals: how often each configuration key was the reason to draw again, with the last reason.
     """
 
-    def __init__(self, shelf: ModelShelf, backends: Sequence[str], max_world: int, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        shelf: ModelShelf,
+        backends: Sequence[str],
+        max_world: int,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
         self._shelf = shelf
         self._backends = tuple(backends)
         self._max_world = max_world
@@ -91,7 +130,10 @@ class Drawer:
             if case.world <= self._max_world and self._accepted(case):
                 return case
         often = "; ".join(f"{key}: {self._reasons[key]}" for key, _ in self.refusals.most_common(3))
-        raise ConfigError(f"no case in {ATTEMPTS} draws for {', '.join(self._backends)}: the rules refuse them all ({often})")
+        raise ConfigError(
+            f"no case in {ATTEMPTS} draws for {', '.join(self._backends)}: the rules refuse them all "
+            f"({often})"
+        )
 
     def _accepted(self, case: Case) -> bool:
         refused = refusal(case, self._shelf)
@@ -101,11 +143,17 @@ class Drawer:
         return refused is None
 
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
-        fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
+        fields: dict[str, Any] = {
+            "backend": backend,
+            "seed": generator.randrange(10**6),
+            "family": generator.choice(families),
+        }
         fixed = {name: value for name, value in self._fixed.items() if name not in ("loss", "advantages")}
         fields |= _layout(generator, backend, self._max_world) | fixed
         # by a generator of its own, so that all else stays what a seed gave whatever losses there are
-        fields |= draw_loss(random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages"))
+        fields |= draw_loss(
+            random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages")
+        )
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
@@ -139,7 +187,9 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
     heads, head = kv * group, generator.choice((10, 12, 14) if family in HEAD_NORMS else (4, 6, 10, 12))
     least = -(-LEAST_HIDDEN // heads)
-    width = generator.choice([width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least])
+    width = generator.choice(
+        [width for width in range(least, least + 10) if width != head and width * heads <= 72] or [least]
+    )
     taken = {heads * width, heads * head, heads, kv}
     chosen: dict[str, Any] = {
         "tied": generator.random() < 0.4,
@@ -175,7 +225,9 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
         "freeze": generator.random() < 0.2,
         "router": generator.choice(("model", *ROUTER_TYPES)),
         # tensor parallelism divides shared experts
-        "expert": (etp if family == "qwen3_moe" else tensor) * generator.randint(3, 9) if family != "mixtral" else 0,
+        "expert": (etp if family == "qwen3_moe" else tensor) * generator.randint(3, 9)
+        if family != "mixtral"
+        else 0,
         **({"ep": ep, "etp": etp} if fields["backend"] == "megatron" else {}),
     }
     return {name: value for name, value in drawn.items() if name not in fields_without_use(family)}
@@ -252,7 +304,10 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
             "bucket": generator.choice((0, 500)) if overlap else 0,
         }
     else:
-        chosen |= {"offload": generator.random() < 0.15, "schedule": generator.choice(SCHEDULES[:-1]) if falls else "constant"}
+        chosen |= {
+            "offload": generator.random() < 0.15,
+            "schedule": generator.choice(SCHEDULES[:-1]) if falls else "constant",
+        }
     if optimizer == "adam" and generator.random() < 0.3:
         chosen["eps"] = RECIPE_EPSILON
     return chosen
@@ -291,16 +346,24 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     epsilon, a gradient that cancels to rounding errors (of a key that is the only one seen) moves a number of
     a factor, and that a whole row of the weight.
     """
-    possible = fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
+    possible = (
+        fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
+    )
     drawn = generator.random() < ADAPTED_SHARE
-    return {"lora": generator.randint(1, 4) if drawn and possible and fields.get("plan", "built-in") == "built-in" else 0}
+    return {
+        "lora": generator.randint(1, 4)
+        if drawn and possible and fields.get("plan", "built-in") == "built-in"
+        else 0
+    }
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Segments where advantages are given and a global batch has several rows, by a generator of its own,
     like adapters."""
     rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
-    possible = fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
+    possible = (
+        fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
+    )
     return {"segments": generator.randint(2, 4) if possible and generator.random() < SEGMENTED_SHARE else 1}
 
 

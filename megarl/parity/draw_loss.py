@@ -17,7 +17,9 @@ GIVEN_SHARE, WISHED_SHARE = 0.4, 0.75
 TRIES = 200
 _SHARES = {
     **{"kl": 0.5, "noratio": 0.12, "seq": 0.45, "dual": 0.3, "cispo": 0.25, "forced": 0.2, "entropy": 0.25},
-    **dict.fromkeys(("approx", "gspo", "gspo-token", "constant", "k1", "k2", "pathwise", "tis", "icepop", "seq-mask"), 0.3),
+    **dict.fromkeys(
+        ("approx", "gspo", "gspo-token", "constant", "k1", "k2", "pathwise", "tis", "icepop", "seq-mask"), 0.3
+    ),
     **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
 }
 # Of an option that the table above does not have.
@@ -31,7 +33,17 @@ _NEEDS = {
 }
 # Options that say what goes without saying, if they have not other numbers than the first.
 _IDLE_WITHOUT_NUMBERS = frozenset(
-    {"cliprange", "ratio-clamp", "kl-input-clamp", "kl-output-clamp", "beta", "weight", "topk", "gamma", "lambda"}
+    {
+        "cliprange",
+        "ratio-clamp",
+        "kl-input-clamp",
+        "kl-output-clamp",
+        "beta",
+        "weight",
+        "topk",
+        "gamma",
+        "lambda",
+    }
 )
 # Of each of these a loss has one at most.
 _APART = (
@@ -51,7 +63,9 @@ have."""
 _WITH_REWARDS_OF_TOKENS = ("grpo", "rloo", "reinforce", "reinforce-baseline", "gae")
 
 
-def draw_loss(generator: random.Random, loss: str | None = None, advantages: str | None = None) -> dict[str, str]:
+def draw_loss(
+    generator: random.Random, loss: str | None = None, advantages: str | None = None
+) -> dict[str, str]:
     """Return the fields ``loss`` and ``advantages`` of a case.
 
     Args:
@@ -94,7 +108,11 @@ def _with_options(generator: random.Random, needed: str, known: Options) -> str:
     for name in given:
         while (name := _NEEDS.get(name, "")) in known:
             names.add(name)
-    words = [word_of(name, given.get(name) or _numbers(generator, name, known[name])) for name in known if name in names]
+    words = [
+        word_of(name, given.get(name) or _numbers(generator, name, known[name]))
+        for name in known
+        if name in names
+    ]
     return joined(kind, words)
 
 
@@ -118,7 +136,9 @@ def _has_a_meaning(loss: str, advantages: str) -> bool:
         return False
     if "in-reward" in names and estimator not in _WITH_REWARDS_OF_TOKENS:
         return False
-    if "gspo-token" in names and not (estimator in OF_TOKENS or (estimator.startswith("reinforce") and "in-reward" in names)):
+    if "gspo-token" in names and not (
+        estimator in OF_TOKENS or (estimator.startswith("reinforce") and "in-reward" in names)
+    ):
         return False
     # ratios of 1 are those of tokens and of sequences alike; what is left of sequences is their importance
     # weights

@@ -31,7 +31,9 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Return the error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0,
     padding) nothing else will do."""
     error = (found - expected).abs() / expected.abs().clamp(min=1.0)
-    return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )
 
 
 def tensor_error(found: Tensor, expected: Tensor) -> float:

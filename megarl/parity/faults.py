@@ -85,15 +85,29 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:
         raise ConfigError(
-            f"fault in {fault.module}: {fault.old!r} is there {source.count(fault.old)} times; choose a text that is there once"
+            f"fault in {fault.module}: {fault.old!r} is there {source.count(fault.old)} times; choose a "
+            "text that is there once"
         )
     changed = source.replace(fault.old, fault.new)
-    before, after = (dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True))) for text in (source, changed))
-    found = {_function(module, name): code for name, code in after.items() if _without_lines(code) != _without_lines(before[name])}
+    before, after = (
+        dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
+        for text in (source, changed)
+    )
+    found = {
+        _function(module, name): code
+        for name, code in after.items()
+        if _without_lines(code) != _without_lines(before[name])
+    }
     if not found:
-        raise ConfigError(f"fault in {fault.module}: {fault.old!r} is in no function, or {fault.new!r} does the same; choose another text")
+        raise ConfigError(
+            f"fault in {fault.module}: {fault.old!r} is in no function, or {fault.new!r} does the same; "
+            "choose another text"
+        )
     if any(code.co_freevars != function.__code__.co_freevars for function, code in found.items()):
-        raise ConfigError(f"fault in {fault.module}: {fault.new!r} closes over other names, such as that of super(); choose another text")
+        raise ConfigError(
+            f"fault in {fault.module}: {fault.new!r} closes over other names, such as that of super(); "
+            "choose another text"
+        )
     return found
 
 
@@ -101,7 +115,11 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
     """Yield the functions of a compiled module or class, by qualified name; functions within them are part of
     their code."""
     for constant in code.co_consts:
-        if isinstance(constant, CodeType) and constant.co_flags & inspect.CO_NEWLOCALS and "<" not in constant.co_qualname:
+        if (
+            isinstance(constant, CodeType)
+            and constant.co_flags & inspect.CO_NEWLOCALS
+            and "<" not in constant.co_qualname
+        ):
             yield constant.co_qualname, constant
         elif isinstance(constant, CodeType):
             yield from _codes(constant)
@@ -109,7 +127,10 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 def _without_lines(code: CodeType) -> CodeType:
     """Return the code without line numbers, which a longer text moves in the functions behind it."""
-    constants = (_without_lines(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts)
+    constants = (
+        _without_lines(constant) if isinstance(constant, CodeType) else constant
+        for constant in code.co_consts
+    )
     return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=tuple(constants))
 
 
@@ -122,7 +143,11 @@ def _function(module: ModuleType, name: str) -> FunctionType:
     return found
 
 
-_LOSSES, _VALUES, _ENGINE = "megarl.algorithms.loss_functions", "megarl.algorithms.value_losses", "megarl.models.engine"
+_LOSSES, _VALUES, _ENGINE = (
+    "megarl.algorithms.loss_functions",
+    "megarl.algorithms.value_losses",
+    "megarl.models.engine",
+)
 _ADAPTED = ("megatron", "dtensor")
 # By kind of quantity and name: the module, the text and the one in its place, and the cases.
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -145,7 +170,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "slice(0, last)))",
             "batching=packed room=30 micro=8 length=8 paths=plain",
         ),
-        "reference-is-the-policy": (f"{_ENGINE}.offload_state", "_write(backend, self._weights)", "pass", "reference=1 length=9"),
+        "reference-is-the-policy": (
+            f"{_ENGINE}.offload_state",
+            "_write(backend, self._weights)",
+            "pass",
+            "reference=1 length=9",
+        ),
         "reference-with-adapters": (
             f"{_ENGINE}.offload_state",
             "with backend.without_adapters() or contextlib.nullcontext():",
@@ -215,7 +245,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "values[:, -1]",
             "loss=rm dp=2 mbs=2 length=9",
         ),
-        "value-behind-the-token": (_VALUES, "visible(values[:, :-1])", "visible(values[:, 1:])", "loss=value dp=2 mbs=2 length=8"),
+        "value-behind-the-token": (
+            _VALUES,
+            "visible(values[:, :-1])",
+            "visible(values[:, 1:])",
+            "loss=value dp=2 mbs=2 length=8",
+        ),
         "divergence-the-other-way-round": (
             "megarl.algorithms.distillation_loss",
             "torch.where(can_be, one.exp() * (one - other), 0.0)",
@@ -230,7 +265,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "[value for value in values]",
             "mbs=2 length=6 together=1",
         ),
-        "schedule-stands-still": (f"{_ENGINE}.step", "            backend.lr_step()", "            pass", "mbs=2 length=6 warmup=1"),
+        "schedule-stands-still": (
+            f"{_ENGINE}.step",
+            "            backend.lr_step()",
+            "            pass",
+            "mbs=2 length=6 warmup=1",
+        ),
     },
     "grad_norm": {
         "gradient-of-a-whole-factor-counted-twice": (
@@ -245,8 +285,18 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "HeadOutput(loss=(loss + loss.detach()) / 2, metrics=kept",
             "dp=2 mbs=2 length=6",
         ),
-        "gradients-pile-up": (f"{_ENGINE}.step", "        backend.zero_grad()", "        pass", "mbs=2 length=6"),
-        "divergence-pathwise": (_LOSSES, "if self.exact_kl_gradient:", "if False:", "loss=pg+kl mbs=2 length=9"),
+        "gradients-pile-up": (
+            f"{_ENGINE}.step",
+            "        backend.zero_grad()",
+            "        pass",
+            "mbs=2 length=6",
+        ),
+        "divergence-pathwise": (
+            _LOSSES,
+            "if self.exact_kl_gradient:",
+            "if False:",
+            "loss=pg+kl mbs=2 length=9",
+        ),
         "norm-counts-copies": (
             "megarl.models.megatron.optimizer",
             "    config = optimizer_config(policy)",
@@ -327,7 +377,9 @@ def known_faults(seed: int = 0) -> Mapping[str, Fault]:
     """
     if not MUTATIONS.is_file():
         return FAULTS
-    sys.path.insert(0, str(MUTATIONS.parents[2]))  # an installed command does not have the checkout's root on its path
+    sys.path.insert(
+        0, str(MUTATIONS.parents[2])
+    )  # an installed command does not have the checkout's root on its path
     try:
         return {**FAULTS, **importlib.import_module("tests.mutations").parity_faults(seed)}
     finally:
@@ -344,5 +396,8 @@ def faults_named(name: str, seed: int = 0) -> dict[str, Fault]:
     found = {each: fault for each, fault in known.items() if name in (each, fault.kind, fault.module)}
     if not found:
         kinds = ", ".join(dict.fromkeys(fault.kind for fault in FAULTS.values()))
-        raise ConfigError(f"mutation {name!r}: there is none of that name; the mutations are {', '.join(FAULTS)}; kinds of them: {kinds}")
+        raise ConfigError(
+            f"mutation {name!r}: there is none of that name; the mutations are {', '.join(FAULTS)}; kinds "
+            f"of them: {kinds}"
+        )
     return found

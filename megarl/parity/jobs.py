@@ -66,7 +66,9 @@ class Share:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def measure(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor], fault: Fault | None = None) -> Share:
+def measure(
+    case: Case, config: PolicyConfig, batch: Mapping[str, Tensor], fault: Fault | None = None
+) -> Share:
     """Build the case's worker on this rank and make it do everything that is compared.
 
     Args:
@@ -132,7 +134,12 @@ def _algorithm(case: Case) -> Any:
     }
     if kind == "gae":
         (gamma,), (trace,) = (numbers_of(case.advantages, name) for name in ("gamma", "lambda"))
-        own = {"gae_gamma": gamma, "gae_lambda": trace, "normalize_advantages": "white" in options, "rewards_by_turn": False}
+        own = {
+            "gae_gamma": gamma,
+            "gae_lambda": trace,
+            "normalize_advantages": "white" in options,
+            "rewards_by_turn": False,
+        }
         algorithm.config |= {**own, "bootstrap_truncated": "bootstrap" in options}
     algorithm.reward_weights = PART_WEIGHTS
     # of a critic's loss there is an actor's beside it
@@ -150,7 +157,12 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
 
     def train(data: Mapping[str, Tensor], evaluate: bool = False) -> dict[str, Any]:
         dealt = shard_batch(
-            BatchedDataDict(data), config, case.dp, phase="train", global_batch=case.global_batch, rows_together=rows_together(loss_fn)
+            BatchedDataDict(data),
+            config,
+            case.dp,
+            phase="train",
+            global_batch=case.global_batch,
+            rows_together=rows_together(loss_fn),
         )
         mine = dealt.by_stage(case.pp)[stage][data_rank].shard()
         return worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
@@ -169,7 +181,9 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
         if case.is_fast:
             under_mask.append(worker.get_logprobs(data=asked, skip_masked=True)["logprobs"])
         if case.likeliest:
-            likeliest.append(dict(worker.get_topk_logits(data=asked, k=case.likeliest, skip_masked=case.is_fast)))
+            likeliest.append(
+                dict(worker.get_topk_logits(data=asked, k=case.likeliest, skip_masked=case.is_fast))
+            )
         if not case.reference:
             return first, True
         references.append(worker.get_reference_policy_logprobs(data=asked)["reference_logprobs"])
@@ -183,4 +197,15 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
     repeated = repeated and repeated_after
-    return Share(data_rank, logprobs, logprobs_after, under_mask, repeated, references, likeliest, evaluation, calls, weights)
+    return Share(
+        data_rank,
+        logprobs,
+        logprobs_after,
+        under_mask,
+        repeated,
+        references,
+        likeliest,
+        evaluation,
+        calls,
+        weights,
+    )

@@ -88,7 +88,9 @@ def _value(word: str, key: str, text: str, kind: type) -> Any:
         raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
     least = _LEAST.get(key, 1 if kind is int else 0)
     if not number >= least or not math.isfinite(number) or (key in _POSITIVE and number == 0):
-        raise CaseError(f"case word {word!r}: expected {'more than 0' if key in _POSITIVE else f'at least {least}'}")
+        raise CaseError(
+            f"case word {word!r}: expected {'more than 0' if key in _POSITIVE else f'at least {least}'}"
+        )
     return number
 
 
@@ -99,4 +101,7 @@ def _check_name(word: str, key: str, text: str) -> None:
             raise CaseError(f"case word {word!r}: {fault}")
     elif key in CHOICES and text not in CHOICES[key]:
         near = difflib.get_close_matches(text, CHOICES[key], n=1)
-        raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))
+        raise CaseError(
+            f"case word {word!r}: expected one of {', '.join(CHOICES[key])}"
+            + (f"; nearest is {near[0]}" if near else "")
+        )

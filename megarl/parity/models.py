@@ -75,7 +75,11 @@ def _mixture(case: Case) -> dict[str, Any]:
         return {"num_local_experts": case.experts, "num_experts_per_tok": case.topk}
     if case.family not in SPARSE:
         return {}
-    sizes = {"num_experts": case.experts, "num_experts_per_tok": case.topk, "moe_intermediate_size": case.expert}
+    sizes = {
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.topk,
+        "moe_intermediate_size": case.expert,
+    }
     if case.family == "qwen3_5_moe_text":
         return sizes | {"shared_expert_intermediate_size": 2 * case.expert}
     if case.family == "qwen3_next":
@@ -101,7 +105,10 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
         "norm_topk_prob": case.family != "deepseek_v2",
     }
     if case.family == "glm4_moe_lite":
-        return sizes | {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (case.layers - dense), "num_nextn_predict_layers": 0}
+        return sizes | {
+            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (case.layers - dense),
+            "num_nextn_predict_layers": 0,
+        }
     sizes["first_k_dense_replace"] = dense
     if case.family == "deepseek_v2":
         sizes["topk_method"] = "group_limited_greedy" if taken < groups else "greedy"
@@ -116,7 +123,9 @@ def _window(case: Case) -> dict[str, Any]:
         return {"sliding_window": case.window or None}
     if case.family not in ("ministral", "dots1", "gpt_oss"):
         return {}
-    kinds = ["sliding_attention" if case.window and layer % 2 else "full_attention" for layer in range(case.layers)]
+    kinds = [
+        "sliding_attention" if case.window and layer % 2 else "full_attention" for layer in range(case.layers)
+    ]
     # transformers makes the mask of a window whether a layer has one or not
     return {"sliding_window": case.window or (None if case.family == "dots1" else 128), "layer_types": kinds}
 
@@ -126,16 +135,37 @@ def _attention(case: Case) -> dict[str, Any]:
     if case.family in LATENT:
         # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and
         # values
-        widths = {"q_lora_rank": None if case.family == "deepseek_v2" else 48, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "head_dim": 4}
-        return {**widths, "qk_nope_head_dim": case.head, "v_head_dim": case.head + 2, "num_key_value_heads": case.heads} | (
-            {"rope_parameters": {"rope_theta": 500.0, **_SCALINGS["yarn"], "mscale": 1.0, "mscale_all_dim": 0.7}}
+        widths = {
+            "q_lora_rank": None if case.family == "deepseek_v2" else 48,
+            "kv_lora_rank": 20,
+            "qk_rope_head_dim": 4,
+            "head_dim": 4,
+        }
+        return {
+            **widths,
+            "qk_nope_head_dim": case.head,
+            "v_head_dim": case.head + 2,
+            "num_key_value_heads": case.heads,
+        } | (
+            {
+                "rope_parameters": {
+                    "rope_theta": 500.0,
+                    **_SCALINGS["yarn"],
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                }
+            }
             if case.rope == "yarn"
             else {}
         )
     if case.family == "glm4_moe" or case.family in HYBRID:
         part = 0.5 if case.head % 4 == 0 else 1.0
         rope = {"rope_theta": 500.0, **_SCALINGS[case.rope], "partial_rotary_factor": part}
-        return {"attention_bias": case.family == "glm4_moe", "partial_rotary_factor": part, "rope_parameters": rope}
+        return {
+            "attention_bias": case.family == "glm4_moe",
+            "partial_rotary_factor": part,
+            "rope_parameters": rope,
+        }
     if case.family == "seed_oss":
         return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
     return {"swiglu_limit": 2.0} if case.family == "gpt_oss" else {}
@@ -147,7 +177,10 @@ def _hybrid(case: Case) -> dict[str, Any]:
         return {}
     return {
         # transformers' cache wants a layer of attention
-        "layer_types": ["full_attention" if layer % 2 or case.layers == 1 else "linear_attention" for layer in range(case.layers)],
+        "layer_types": [
+            "full_attention" if layer % 2 or case.layers == 1 else "linear_attention"
+            for layer in range(case.layers)
+        ],
         "linear_num_key_heads": case.kv,
         "linear_num_value_heads": case.heads,
         "linear_key_head_dim": case.head - 3,
@@ -206,7 +239,12 @@ def _save_adapter(case: Case, directory: Path) -> None:
     adapter.mkdir()
     save_file(factors, adapter / "adapter_model.safetensors")
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
-    config = {"peft_type": "LORA", "r": case.lora, "lora_alpha": ADAPTER_SCALE * case.lora, "target_modules": targets}
+    config = {
+        "peft_type": "LORA",
+        "r": case.lora,
+        "lora_alpha": ADAPTER_SCALE * case.lora,
+        "target_modules": targets,
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -215,14 +253,24 @@ def _save_config(case: Case, config: Any, directory: Path) -> None:
     config.save_pretrained(directory)
     if case.family in CLASS_IN_TRANSFORMERS:
         file = directory / "config.json"
-        code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+        code = {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        }
         content = json.loads(file.read_text(encoding="utf-8")) | {"model_type": case.family, "auto_map": code}
         file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def _name(case: Case) -> str:
     sizes = (str(getattr(case, name)) for name in _SIZES)
-    words = [case.family, case.rope, "tied" if case.tied else "untied", *sizes, case.precision, f"seed{case.seed}"]
+    words = [
+        case.family,
+        case.rope,
+        "tied" if case.tied else "untied",
+        *sizes,
+        case.precision,
+        f"seed{case.seed}",
+    ]
     return "-".join([*words, *(["scores"] if case.scores else [])])
 
 

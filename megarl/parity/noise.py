@@ -43,7 +43,12 @@ ROUTER_FACTOR = 4.0
 a little more or less, and one that might go either way has to go both ways among the members."""
 LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
 """Both backends with loss scaling start there."""
-LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = "log-probabilities", "log-probabilities after training", ", root mean square", "weight "
+LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = (
+    "log-probabilities",
+    "log-probabilities after training",
+    ", root mean square",
+    "weight ",
+)
 MEAN_LOGPROBS = LOGPROBS + MEAN
 LIKELIEST, LIKELIEST_AFTER = "most likely tokens", "most likely tokens after training"
 
@@ -63,7 +68,9 @@ class Bounds:
         return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
 
 
-def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected: Expected, *, members: int = MEMBERS) -> Bounds:
+def bounds_of(
+    case: Case, model: Path, batch: Batch, logprobs: Tensor, expected: Expected, *, members: int = MEMBERS
+) -> Bounds:
     """Return the bounds of a case.
 
     Args:
@@ -82,7 +89,9 @@ def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected:
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
     floor = _of_one_token([found for found, _ in runs], logprobs)
-    return Bounds({name: max(error, floor) if _may_be_missed(name, error) else error for name, error in noise.items()})
+    return Bounds(
+        {name: max(error, floor) if _may_be_missed(name, error) else error for name, error in noise.items()}
+    )
 
 
 def _may_be_missed(quantity: str, error: float) -> bool:
@@ -152,15 +161,21 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
 
     gates = set(gates_of(model))
     for gate in gates:
-        gate.register_forward_pre_hook(lambda _, given: (_noisy(given[0], ROUTER_FACTOR * spread, generator),))
+        gate.register_forward_pre_hook(
+            lambda _, given: (_noisy(given[0], ROUTER_FACTOR * spread, generator),)
+        )
     for module in model.modules():
         if module not in gates and not any(True for _ in module.children()):
             module.register_forward_hook(
-                lambda _, given, answer: _noisy(answer, spread, generator) if isinstance(answer, Tensor) else answer
+                lambda _, given, answer: (
+                    _noisy(answer, spread, generator) if isinstance(answer, Tensor) else answer
+                )
             )
 
 
-def _errors(case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected) -> dict[str, float]:
+def _errors(
+    case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected
+) -> dict[str, float]:
     """Return relative errors of a member, by the names that the comparison gives to quantities."""
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])
@@ -168,7 +183,9 @@ def _errors(case: Case, found: Tensor, member: Expected, logprobs: Tensor, expec
     after = token_errors(member.logprobs[rows], expected.logprobs[rows])
     errors[LOGPROBS_AFTER] = float(after.max())
     errors[LOGPROBS_AFTER + MEAN] = root_mean_square(after[expected.logprobs[rows] != 0])
-    for what, noisy, exact in zip((LIKELIEST, LIKELIEST_AFTER), member.distributions, expected.distributions, strict=False):
+    for what, noisy, exact in zip(
+        (LIKELIEST, LIKELIEST_AFTER), member.distributions, expected.distributions, strict=False
+    ):
         chosen = exact[rows].topk(case.likeliest).indices
         errors[what] = float(token_errors(noisy[rows].gather(2, chosen), exact[rows].gather(2, chosen)).max())
     for call, (metrics, scales) in enumerate(zip(expected.metrics, expected.scales, strict=True)):
@@ -177,7 +194,9 @@ def _errors(case: Case, found: Tensor, member: Expected, logprobs: Tensor, expec
             errors[what + name] = relative_error(member.metrics[call][name], value, scales.get(name, 0.0))
         for index, loss in enumerate(losses):
             errors[f"{what}loss {index}"] = relative_error(loss, expected.losses[call][index], scales["loss"])
-        for index, norms in enumerate(zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)):
+        for index, norms in enumerate(
+            zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)
+        ):
             error = errors[f"{what}grad_norm of global batch {index}"] = relative_error(*norms)
             # the call's is their mean
             errors[what + "grad_norm"] = max(errors.get(what + "grad_norm", 0.0), error)

@@ -101,7 +101,12 @@ ADVANTAGES: Mapping[str, Options] = MappingProxyType(
         "gdpo": _OF_GROUPS,
         "reinforce": {"clip": _OF_GROUPS["clip"]},
         "reinforce-baseline": {"clip": _OF_GROUPS["clip"]},
-        "gae": {"gamma": ((1.0,), (0.9,)), "lambda": ((0.95,), (0.0,), (0.6,), (1.0,)), "bootstrap": (), "white": ()},
+        "gae": {
+            "gamma": ((1.0,), (0.9,)),
+            "lambda": ((0.95,), (0.0,), (0.6,), (1.0,)),
+            "bootstrap": (),
+            "white": (),
+        },
         "teacher": {"clip": ((-0.3, 0.4), (-0.5, None), (None, 0.2))},
     }
 )

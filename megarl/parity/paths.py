@@ -60,7 +60,9 @@ def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]
 def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
     """Megatron's fused functions of gates and biases, as they are before a compiler gets them."""
     if case.backend == "megatron":
-        stack.enter_context(patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True)))
+        stack.enter_context(
+            patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True))
+        )
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -79,11 +81,22 @@ def attention_of_runs(
     """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's
     last query and last key."""
     mixed = []
-    for begin, end, first, last in zip(*(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True):
-        asked, keys, values = (part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last]))
-        behind = torch.arange(last - first)[None] - torch.arange(last - first - (end - begin), last - first)[:, None]
+    for begin, end, first, last in zip(
+        *(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True
+    ):
+        asked, keys, values = (
+            part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last])
+        )
+        behind = (
+            torch.arange(last - first)[None]
+            - torch.arange(last - first - (end - begin), last - first)[:, None]
+        )
         seen = (behind <= 0) & ((behind >= -window_size[0]) if window_size[0] >= 0 else True)
-        mixed.append(scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        mixed.append(
+            scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(mixed)
 
 
@@ -94,7 +107,9 @@ def rotated(tensor: Tensor, by: Any) -> Tensor:
     """Return the result of ``megarl.models.megatron.rotary.rotate``, with the backward pass of autograd."""
     width = by.cosines.shape[-1]
     turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)
-    return torch.cat((turned * by.cosines + turned.roll(width // 2, dims=-1) * by.signed_sines, others), dim=-1)
+    return torch.cat(
+        (turned * by.cosines + turned.roll(width // 2, dims=-1) * by.signed_sines, others), dim=-1
+    )
 
 
 def _in_many_operations(update: Callable[..., None], *arguments: Any, **options: Any) -> None:
@@ -105,7 +120,9 @@ def _adam_in_many_operations(stack: contextlib.ExitStack, case: Case) -> None:
     if case.backend == "megatron":
         module = importlib.import_module("megarl.models.megatron.adam")
         for name in ("adam", "adamw"):
-            stack.enter_context(patched((module, name, functools.partial(_in_many_operations, getattr(module, name)))))
+            stack.enter_context(
+                patched((module, name, functools.partial(_in_many_operations, getattr(module, name))))
+            )
 
 
 def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:

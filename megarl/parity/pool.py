@@ -73,7 +73,9 @@ class WorkerPool:
         connections = [connection for _, connection in self._workers[:world]]
         job = f"job{next(self._numbers)}"
         for rank, connection in enumerate(connections):
-            with contextlib.suppress(BrokenPipeError):  # it died between two jobs, which reading its answer will show
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # it died between two jobs, which reading its answer will show
                 connection.send((function, job, rank, world, arguments))
         return self._collect(connections, function.__name__)
 
@@ -91,7 +93,10 @@ class WorkerPool:
                 self.kill()
                 if errors:
                     break
-                raise TimeoutError(f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} s{stacks}")
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} "
+                    f"s{stacks}"
+                )
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 status, value, spent = self._receive(rank, connection)
@@ -137,7 +142,9 @@ class WorkerPool:
             listener = socket.create_server((LOOPBACK, 0))
             port = listener.getsockname()[1]
             # given a socket, the store listens on that one; by itself it would listen on every interface
-            self._store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            self._store = dist.TCPStore(
+                LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         return int(self._store.port)
 
     def _start(self, port: int) -> tuple[Any, Connection]:
@@ -199,7 +206,9 @@ def _serve(connection: Connection, port: int) -> None:
         function, name, rank, world, arguments = job
         try:
             if store is None:
-                store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS))
+                store = dist.TCPStore(
+                    LOOPBACK, port, is_master=False, timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+                )
             answer = ("ok", _in_group(store, name, rank, world, function, arguments))
         except BaseException:
             answer = ("error", traceback.format_exc())
@@ -215,11 +224,20 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _in_group(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> Any:
     """``function(*arguments)`` inside a gloo group of its own."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
+    )
     try:
         # a rank that is done before another has connected would close the connection that the other one waits
         # for
@@ -228,4 +246,6 @@ def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Cal
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        gc.collect()  # a model in a cycle of references keeps its groups alive, and each of them threads that never sleep long
+        # a model in a cycle of references keeps its groups alive, and each of them threads that never sleep
+        # long
+        gc.collect()

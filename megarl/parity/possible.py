@@ -60,27 +60,47 @@ def _own_violations(case: Case) -> list[Violation]:
         for name, owner in idle_fields(case).items()
     ]
     if case.hidden < LEAST_HIDDEN:
-        bound = f"with {case.heads} heads the model is {case.hidden} wide, too narrow for a norm to be well-conditioned"
-        found.append(Violation("case.width", case.width, bound, f"write {-(-LEAST_HIDDEN // case.heads)} or more"))
+        bound = (
+            f"with {case.heads} heads the model is {case.hidden} wide, too narrow for a norm to be "
+            "well-conditioned"
+        )
+        found.append(
+            Violation("case.width", case.width, bound, f"write {-(-LEAST_HIDDEN // case.heads)} or more")
+        )
     if case.family in HEAD_NORMS and case.head < LEAST_NORMED_HEAD:
         bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
         found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
     if case.lora and case.layout:
-        bound = "a written layout may have a stage without a layer, which would have nothing to train beside its weights"
+        bound = (
+            "a written layout may have a stage without a layer, which would have nothing to train "
+            "beside its weights"
+        )
         found.append(Violation("case.lora", case.lora, bound, "write 0, or leave the layout out"))
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
-        found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
+        found.append(
+            Violation(
+                "case.topk",
+                case.topk,
+                f"a token goes to 2 to {case.experts} experts",
+                "write a number in between",
+            )
+        )
     if case.loss_kind == "pg":
         settings = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)}
         found += faults_of_loss(settings)
     if case.loss_kind == "dpo":
-        found += faults_of_preference_loss(cast(DPOLossConfig, {**defaults_of(DPOLossConfig), **preference_settings(case)}), "loss_fn")
+        found += faults_of_preference_loss(
+            cast(DPOLossConfig, {**defaults_of(DPOLossConfig), **preference_settings(case)}), "loss_fn"
+        )
     found += _faults_of_advantages(case)
     if case.filters and case.precision != "float32":
-        bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
+        bound = (
+            f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and "
+            "that is no small error"
+        )
         found.append(Violation("case.precision", case.precision, bound, "write float32"))
     return found
 
@@ -91,11 +111,26 @@ def _faults_of_family(case: Case) -> list[Violation]:
 
     found = []
     if case.backend != "megatron":
-        found.append(Violation("case.family", case.family, f"{case.backend} is not compared with it", f"write one of {', '.join(DENSE)}"))
+        found.append(
+            Violation(
+                "case.family",
+                case.family,
+                f"{case.backend} is not compared with it",
+                f"write one of {', '.join(DENSE)}",
+            )
+        )
     if case.scores and case.family in HYBRID:
-        found.append(Violation("case.loss", case.loss, f"{case.family} is not compared with scores", "write nll"))
-    elif case.scores and CLASS_IN_TRANSFORMERS.get(case.family, case.family) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        found.append(Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll"))
+        found.append(
+            Violation("case.loss", case.loss, f"{case.family} is not compared with scores", "write nll")
+        )
+    elif (
+        case.scores
+        and CLASS_IN_TRANSFORMERS.get(case.family, case.family)
+        not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    ):
+        found.append(
+            Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll")
+        )
     if not found:
         # the score layer in the place of the output layer does not change these settings
         try:
@@ -112,12 +147,29 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
         bound = f"segments share an advantage that is given, and {kind} makes one of each row"
         found.append(Violation("case.segments", case.segments, bound, "write 1, or advantages=given"))
     if case.segments > 1 and case.global_batch == 1:
-        found.append(Violation("case.segments", case.segments, "a global batch has one row", "write 1, or a larger mbs"))
+        found.append(
+            Violation(
+                "case.segments", case.segments, "a global batch has one row", "write 1, or a larger mbs"
+            )
+        )
     if case.loss_kind == "value" and kind not in ("given", "gae"):
-        found.append(Violation("case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"))
+        found.append(
+            Violation(
+                "case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"
+            )
+        )
     if case.takes_divergence_from_rewards and kind in ("given", "gdpo", "teacher"):
-        bound = f"in-reward takes the divergence from the reward that advantages are made of, and {kind} has none"
-        found.append(Violation("case.advantages", case.advantages, bound, "write grpo, rloo, reinforce or gae, or leave in-reward out"))
+        bound = (
+            f"in-reward takes the divergence from the reward that advantages are made of, and {kind} has none"
+        )
+        found.append(
+            Violation(
+                "case.advantages",
+                case.advantages,
+                bound,
+                "write grpo, rloo, reinforce or gae, or leave in-reward out",
+            )
+        )
     return found
 
 
@@ -126,12 +178,28 @@ def _plan_violations(case: Case, config: PolicyConfig) -> list[Violation]:
     batch, together = token_batch(case), rows_together(make_loss(case))
     found: list[Violation] = []
     if case.batching == "fixed" and case.mbs % together:
-        found.append(Violation("case.mbs", case.mbs, f"the loss {case.loss_kind} reads {together} rows together", "write an even number"))
+        found.append(
+            Violation(
+                "case.mbs",
+                case.mbs,
+                f"the loss {case.loss_kind} reads {together} rows together",
+                "write an even number",
+            )
+        )
     try:
         logprob_shards(case, config, batch)
         for data in calls_of(case, batch):
             rows: BatchedDataDict[Any] = BatchedDataDict(data)
-            shard_batch(rows, config, case.dp, phase="train", global_batch=case.global_batch, rows_together=together)
+            shard_batch(
+                rows, config, case.dp, phase="train", global_batch=case.global_batch, rows_together=together
+            )
     except (BatchError, PackingError) as error:
-        found.append(Violation("case.batching", case.batching, str(error), "change the sizes of the batch or its token budget"))
+        found.append(
+            Violation(
+                "case.batching",
+                case.batching,
+                str(error),
+                "change the sizes of the batch or its token budget",
+            )
+        )
     return found

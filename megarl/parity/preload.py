@@ -12,7 +12,14 @@ import warnings
 from megarl import env
 
 # before torch and its numerical libraries look at them: one thread a worker, and no device but the CPU
-env.set_variables({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
+env.set_variables(
+    {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MEGARL_DEVICE": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+)
 # the newest Megatron-Core imports Triton, which decides at its import whether it interprets
 env.set_variables({"TRITON_INTERPRET": "1"})
 

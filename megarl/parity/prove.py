@@ -22,7 +22,13 @@ from megarl.parity.runner import CaseOutcome, CaseRunner
 
 LINE_SECONDS = 20.0
 """Seconds between two lines of progress where no terminal shows it live."""
-CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = "caught", "survived", "below noise", "no answer", "fails without the fault"
+CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = (
+    "caught",
+    "survived",
+    "below noise",
+    "no answer",
+    "fails without the fault",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,9 @@ class Verdict:
     detail: str = ""
 
 
-def cases_of(fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Mapping[str, Any]) -> list[Case]:
+def cases_of(
+    fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Mapping[str, Any]
+) -> list[Case]:
     """Return the cases of a fault: each of its lines on each backend that has all that it asks for.
 
     Args:
@@ -63,7 +71,11 @@ def cases_of(fault: Fault, backends: Sequence[str], max_world: int, seed: int, f
 
 
 def prove(
-    runner: CaseRunner, faults: Mapping[str, Fault], cases: Mapping[str, Sequence[Case]], console: Console, file: Path | None = None
+    runner: CaseRunner,
+    faults: Mapping[str, Fault],
+    cases: Mapping[str, Sequence[Case]],
+    console: Console,
+    file: Path | None = None,
 ) -> int:
     """Plant faults in cases.
 
@@ -93,12 +105,21 @@ def prove(
             given = _verdicts(runner, case, {name: faults[name] for name in wanted})
             verdicts += given
             seen |= {verdict.name for verdict in given if verdict.state == CAUGHT}
-            missed = [verdict for verdict in given if faults[verdict.name].kind and verdict.state not in (CAUGHT, BELOW_NOISE)]
+            missed = [
+                verdict
+                for verdict in given
+                if faults[verdict.name].kind and verdict.state not in (CAUGHT, BELOW_NOISE)
+            ]
             for verdict in missed:
-                progress.say(f'{verdict.state.upper()}: megarl parity --mutate {verdict.name} --case "{case}"', "bold red")
+                progress.say(
+                    f'{verdict.state.upper()}: megarl parity --mutate {verdict.name} --case "{case}"',
+                    "bold red",
+                )
             shown.advance()
             if file is not None:
-                file.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
+                file.write_text(
+                    json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8"
+                )
     return _report(verdicts, faults, console)
 
 
@@ -141,7 +162,9 @@ def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
     effects = {found.what: found.error for found in in_float32.differences}
     step = torch.finfo(dtype_of(clean.case.precision, "precision")).eps
     steps = {found.what: step if found.kind == "weights" else 0.0 for found in clean.differences}
-    return any(effects.get(found.what, 0.0) > 2 * found.bound + steps[found.what] for found in clean.differences)
+    return any(
+        effects.get(found.what, 0.0) > 2 * found.bound + steps[found.what] for found in clean.differences
+    )
 
 
 def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: Console) -> int:
@@ -161,7 +184,9 @@ def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: C
     console.print(f"{len(caught)} of {len(by_name)} faults caught, in {len(verdicts)} cases", style="bold")
     without = [name for name in faults if name not in by_name]
     if without:
-        console.print(f"{len(without)} have no case that these arguments allow: {', '.join(without)}", soft_wrap=True)
+        console.print(
+            f"{len(without)} have no case that these arguments allow: {', '.join(without)}", soft_wrap=True
+        )
     for name in by_name:
         if name not in caught:
             old, new = (" ".join(text.split()) for text in (faults[name].old, faults[name].new))

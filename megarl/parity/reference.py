@@ -22,7 +22,14 @@ from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss, responses
 from megarl.parity.routers import Routers
-from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, Hyperparameters, adapter_directory, hyperparameters
+from megarl.parity.settings import (
+    ADAPTER_SCALE,
+    BETAS,
+    MOMENTUM,
+    Hyperparameters,
+    adapter_directory,
+    hyperparameters,
+)
 
 SMALL_CHANGE = 1e-3
 # What names of GPT-OSS's biases of all experts end in; they are vectors, stacked.
@@ -52,7 +59,9 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
             module.__class__ = _Adapted
             for letter, values in zip("AB", factors, strict=True):
                 assert isinstance(values, Tensor)
-                module.register_parameter(f"lora_{letter}", torch.nn.Parameter(values.to(next(model.parameters()).dtype)))
+                module.register_parameter(
+                    f"lora_{letter}", torch.nn.Parameter(values.to(next(model.parameters()).dtype))
+                )
     assert not stored, f"factors of no layer: {sorted(stored)[:3]}"
 
 
@@ -63,11 +72,21 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: 
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     known = CLASS_IN_TRANSFORMERS.get(content["model_type"])
-    config = AutoConfig.from_pretrained(directory) if known is None else AutoConfig.for_model(**content | {"model_type": known})
+    config = (
+        AutoConfig.from_pretrained(directory)
+        if known is None
+        else AutoConfig.for_model(**content | {"model_type": known})
+    )
     [name] = config.architectures
-    auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
+    auto = (
+        AutoModelForSequenceClassification
+        if name.endswith("ForSequenceClassification")
+        else AutoModelForCausalLM
+    )
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-    model: torch.nn.Module = auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
+    model: torch.nn.Module = auto.from_pretrained(
+        directory, config=config, dtype=dtype, experts_implementation="eager"
+    ).eval()
     # transformers keeps some norms in float32 where float16 was asked for, which no backend does: of such a
     # weight the noise would lack the rounding that theirs have
     for parameter in model.parameters():
@@ -89,18 +108,29 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, state_dict=state)
-        return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
+        return {
+            name: tensor
+            for file in Path(directory).glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
 
 
-def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
+def distributions(
+    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
+) -> Tensor:
     """[B, S-1, V] float32, logarithms of what the next tokens are sampled from, differentiable; padding is
     masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
-    logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
+    logits = (
+        model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float()
+        / sampling.temperature
+    )
     return _kept(logits, data["input_ids"][:, 1:, None], sampling).log_softmax(-1)
 
 
-def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
+def next_token_logprobs(
+    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
+) -> Tensor:
     """[B, S-1] float32, differentiable."""
     return _of_next_tokens(distributions(model, data, sampling), data)
 
@@ -113,7 +143,9 @@ def entropies_of(logarithms: Tensor) -> Tensor:
     """[...] the entropies, in nats, of distributions whose logarithms are [..., V]; differentiable."""
     # a token that cannot be sampled has no part, and no gradient
     can_be = logarithms.isfinite()
-    return -torch.where(can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0).sum(-1)
+    return -torch.where(
+        can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0
+    ).sum(-1)
 
 
 def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
@@ -139,7 +171,9 @@ def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings
     return model.score(hidden).squeeze(-1).float() * inside
 
 
-def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
+def token_logprobs(
+    model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
+) -> Tensor:
     """[B, S] float32 with column 0 and padding 0; of a model that scores, its values."""
     with torch.no_grad():
         values = read_by_loss(model, data, sampling)
@@ -231,7 +265,9 @@ class ReferenceTrainer:
         self._master = [parameter.detach().float().clone() for parameter in self._parameters]
         # Megatron-Core decays matrices alone; transformers stacks the biases of all experts, which makes a
         # matrix of vectors.
-        decays = [parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()]
+        decays = [
+            parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()
+        ]
         self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
@@ -269,15 +305,28 @@ class ReferenceTrainer:
         scales = self._scales(data, sequences, tokens, [values.detach() for values in scores])
         # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it
         # one
-        loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
-        return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
+        loads = {
+            name: max(1.0, value)
+            for name, value in routing.metrics.items()
+            if name.startswith("moe_expert_load_")
+        }
+        return _Step(
+            float(loss.detach()),
+            norm,
+            max(norm, balancing),
+            {**values, **known},
+            {**scales, **known, **loads},
+        )
 
     def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
         """Return what the loss reads, differentiable: log-probabilities, perhaps with entropies or those of
         further tokens, or values."""
         if self._loss_fn.scored_tokens is not None:
             logarithms = distributions(self.model, data, self._sampling)
-            return [_of_next_tokens(logarithms, data), logarithms.gather(2, data[self._loss_fn.scored_tokens][:, :-1])]
+            return [
+                _of_next_tokens(logarithms, data),
+                logarithms.gather(2, data[self._loss_fn.scored_tokens][:, :-1]),
+            ]
         if not getattr(self._loss_fn, "needs_entropies", False):
             return [read_by_loss(self.model, data, self._sampling)]
         logarithms = distributions(self.model, data, self._sampling)
@@ -290,7 +339,9 @@ class ReferenceTrainer:
             return 0.0
         size = 0.0
         for term in terms:
-            gradients = torch.autograd.grad(term * self._loss_scale, self._parameters, retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                term * self._loss_scale, self._parameters, retain_graph=True, allow_unused=True
+            )
             found = [gradient.float() / self._loss_scale for gradient in gradients if gradient is not None]
             size += float(torch.nn.utils.get_total_norm(found))
         return size
@@ -299,7 +350,11 @@ class ReferenceTrainer:
         for master, parameter in zip(self._master, self._parameters, strict=True):
             # A backend's buffers have zeros for a parameter that no gradient reaches; weight decay moves it
             # all the same.
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float() / self._loss_scale
+            master.grad = (
+                torch.zeros_like(master)
+                if parameter.grad is None
+                else parameter.grad.float() / self._loss_scale
+            )
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -310,7 +365,9 @@ class ReferenceTrainer:
                 parameter.copy_(master)
         return float(norm)
 
-    def _scales(self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]) -> dict[str, float]:
+    def _scales(
+        self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]
+    ) -> dict[str, float]:
         """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the
         loss reads of the model: the factor by which an error of these, relative to the larger of themselves
         and 1, comes back in the metric. Where terms cancel within a token, as much as makes their rounding
@@ -353,7 +410,9 @@ class ReferenceTrainer:
         return combined
 
 
-def _optimizer(parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters) -> torch.optim.Optimizer:
+def _optimizer(
+    parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters
+) -> torch.optim.Optimizer:
     """AdamW or SGD, with weight decay on some parameters: not on vectors (norms and biases)."""
     groups: list[dict[str, Any]] = [{"params": [], "decays": kind} for kind in (True, False)]
     for parameter, decayed in zip(parameters, decays, strict=True):
@@ -380,10 +439,15 @@ def trained(
                 expected.distributions.append(distributions(model.eval(), batch, case.sampling))
 
     look()
-    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale, read)
+    trainer = ReferenceTrainer(
+        model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale, read
+    )
     for number, data in enumerate(calls_of(case, batch)):
         rows = case.global_batch
-        steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]
+        steps = [
+            {key: value[first : first + rows] for key, value in data.items()}
+            for first in range(0, len(data["input_ids"]), rows)
+        ]
         trainer.call(steps, number, expected)
     expected.weights = saved_weights(model)
     expected.logprobs = token_logprobs(model.eval(), batch, case.sampling)

@@ -52,11 +52,17 @@ def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> di
     the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
-    bounds = [bound for bound in (case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp")) if bound is not None]
+    bounds = [
+        bound
+        for bound in (case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp"))
+        if bound is not None
+    ]
     weight, found = case.loss_number("kl"), {}
     assert weight is not None
     for place in places:
-        apart = float(data["prev_logprobs"][row, place]) - float(data["reference_policy_logprobs"][row, place])
+        apart = float(data["prev_logprobs"][row, place]) - float(
+            data["reference_policy_logprobs"][row, place]
+        )
         for bound in bounds:
             apart = max(-bound, min(bound, apart))
         found[place] = weight * apart
@@ -66,8 +72,13 @@ def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> di
 def _between(case: Case, advantages: Tensor) -> Tensor:
     if "clip" not in case.advantages_options:
         return advantages
-    low, high = (float(sign) if number is None else number for number, sign in zip(_numbers(case, "clip"), ("-inf", "inf"), strict=True))
-    return torch.minimum(torch.maximum(advantages, torch.full_like(advantages, low)), torch.full_like(advantages, high))
+    low, high = (
+        float(sign) if number is None else number
+        for number, sign in zip(_numbers(case, "clip"), ("-inf", "inf"), strict=True)
+    )
+    return torch.minimum(
+        torch.maximum(advantages, torch.full_like(advantages, low)), torch.full_like(advantages, high)
+    )
 
 
 def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
@@ -85,7 +96,10 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
             parts[name] = _compared(rewards, data, options)
         total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in answers]
         return dict(zip(answers, _standardised(total), strict=True))
-    rewards = {row: float(data["reward"][row]) - sum(_penalties(case, data, row, places).values()) for row, places in answers.items()}
+    rewards = {
+        row: float(data["reward"][row]) - sum(_penalties(case, data, row, places).values())
+        for row, places in answers.items()
+    }
     return _compared(rewards, data, options if case.advantages_kind == "grpo" else {"raw"})
 
 
@@ -112,7 +126,11 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
     for row, places in answered.items():
         reward, penalties = float(data["reward"][row]), _penalties(case, data, row, places)
         if case.advantages_kind == "reinforce-baseline":
-            peers = [float(data["reward"][other]) for other in _answers(data, "rewarded") if data["prompt"][other] == data["prompt"][row]]
+            peers = [
+                float(data["reward"][other])
+                for other in _answers(data, "rewarded")
+                if data["prompt"][other] == data["prompt"][row]
+            ]
             reward -= sum(peers) / len(peers)
         for place in places:
             places_of.append((row, place))
@@ -124,7 +142,9 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
     """Equation 16 as it stands: each advantage is the sum of all later errors of the values, each by its
     discount."""
-    advantages, before, returns = (torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3))
+    advantages, before, returns = (
+        torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3)
+    )
     (gamma,), (trace,) = _numbers(case, "gamma"), _numbers(case, "lambda")
     assert gamma is not None and trace is not None
     for row, places in _answers(data).items():
@@ -136,7 +156,10 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
         following = [*values[1:], float(said[int(data["input_lengths"][row]) - 1]) if cut else 0.0]
         rewards = [-penalty for penalty in _penalties(case, data, row, places).values()]
         rewards[-1] += float(data["reward"][row])
-        errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
+        errors = [
+            reward + gamma * after - value
+            for reward, after, value in zip(rewards, following, values, strict=True)
+        ]
         for number, place in enumerate(places):
             later = enumerate(errors[number:])
             advantages[row, place] = sum((gamma * trace) ** distance * error for distance, error in later)

@@ -115,15 +115,25 @@ class ReferenceLoss:
         return extremes
 
     def __call__(
-        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, *scores: Tensor, **named: Tensor
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        *scores: Tensor,
+        **named: Tensor,
     ) -> Loss:
         """See the class. The loss is float32 again."""
         compute, _ = _LOSSES[self.case.loss_kind]
-        call, weight = self._call(data, float(global_valid_seqs), float(global_valid_toks)), loss_weight(self.case)
+        call, weight = (
+            self._call(data, float(global_valid_seqs), float(global_valid_toks)),
+            loss_weight(self.case),
+        )
         loss, metrics = compute(call, *(values.double() for values in (*scores, *named.values())))
         return loss.float() * weight, {**metrics, "loss": float(loss.detach()) * weight}
 
-    def rounded(self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor) -> dict[str, float]:
+    def rounded(
+        self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor
+    ) -> dict[str, float]:
         """Return by metric the sum of the sizes of the numbers that cancel in it, where they do within one
         token: rounding errors are relative to these and not to what is left. Of the loss too, which is made
         of the metrics."""
@@ -184,7 +194,11 @@ def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
 
 def _rounded_in_accuracy(call: _Call, logprobs: Tensor) -> dict[str, float]:
     pairs = _rewards_of_pairs(call, logprobs)
-    return {"accuracy": _undecided([(float(chosen - rejected), size) for chosen, rejected, size, _ in pairs], call.pairs)}
+    return {
+        "accuracy": _undecided(
+            [(float(chosen - rejected), size) for chosen, rejected, size, _ in pairs], call.pairs
+        )
+    }
 
 
 def _preference(call: _Call, logprobs: Tensor) -> Loss:
@@ -208,7 +222,10 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
         **sums,
         "num_valid_samples": call.samples / 2,
     }
-    return (_number(case, "weight") * preference + (_number(case, "sft") if "sft" in options else 0.0) * likelihood) / call.pairs, metrics
+    return (
+        _number(case, "weight") * preference
+        + (_number(case, "sft") if "sft" in options else 0.0) * likelihood
+    ) / call.pairs, metrics
 
 
 def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -235,7 +252,10 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
     """Return sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a
     score is relative to the score, which is more than the error of a difference of given numbers."""
-    margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(call, values)]
+    margins = [
+        (float(chosen - rejected), float(chosen.abs() + rejected.abs()))
+        for chosen, rejected in _scores_of_pairs(call, values)
+    ]
     size = sum(size for _, size in margins) / call.pairs * BOUND / ROUNDING
     return {"margin": size, "accuracy": _undecided(margins, call.pairs)}
 
@@ -254,7 +274,10 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
     for row, places in call.rows():
         # the place of a target among log-probabilities is that of the token before it among tokens
-        numbers = (values[row, places], *(call.at(key, row, places).tolist() for key in ("prev_values", "returns")))
+        numbers = (
+            values[row, places],
+            *(call.at(key, row, places).tolist() for key in ("prev_values", "returns")),
+        )
         for value, old, target in zip(*numbers, strict=True):
             error = (value - target) ** 2
             if abs(float(value.detach()) - old) > clip:
@@ -285,7 +308,13 @@ def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
 
 def _forward_share(case: Case) -> float:
     """Weight of the forward divergence."""
-    return 1.0 if "forward" in case.loss_options else _number(case, "mixed") if "mixed" in case.loss_options else 0.0
+    return (
+        1.0
+        if "forward" in case.loss_options
+        else _number(case, "mixed")
+        if "mixed" in case.loss_options
+        else 0.0
+    )
 
 
 def _has_rest(case: Case) -> bool:
@@ -298,7 +327,11 @@ def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor
     """[K] the probabilities that both give to the teacher's tokens, in front of each token that counts."""
     for row, places in call.rows():
         # the teacher's column of a token stands at the token before it
-        yield from zip(call.data["teacher_topk_logits"][row, places].double().exp(), scored[row, places].double().exp(), strict=True)
+        yield from zip(
+            call.data["teacher_topk_logits"][row, places].double().exp(),
+            scored[row, places].double().exp(),
+            strict=True,
+        )
 
 
 def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
@@ -318,7 +351,10 @@ def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str,
         apart = abs(math.log(one / other))
         sizes["forward_kl"] += (apart + 1 + one / other) / call.tokens
         sizes["reverse_kl"] += (apart + 1 + other / one) / call.tokens
-    return {**sizes, "loss": loss_weight(call.case) * (share * sizes["forward_kl"] + (1 - share) * sizes["reverse_kl"])}
+    return {
+        **sizes,
+        "loss": loss_weight(call.case) * (share * sizes["forward_kl"] + (1 - share) * sizes["reverse_kl"]),
+    }
 
 
 def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> Loss:
@@ -331,7 +367,14 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
     low, high = _bounds(case, "cliprange")
     total = penalty = bonus = 0.0 * logprobs.sum()
     sums = dict.fromkeys(
-        ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
+        (
+            "probs_ratio",
+            "probs_ratio_clamped",
+            "token_mult_prob_error",
+            "sampling_importance_ratio",
+            "approx_entropy",
+        ),
+        0.0,
     )
     sums |= dict.fromkeys(["entropy"] * (entropies is not None) + ["kl_clamped_share"] * in_loss, 0.0)
     ratios, bounded, apart, out_of_bounds = [], [], [], 0.0
@@ -412,7 +455,10 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
     if "icepop" in options:
         low, high = _bounds(case, "icepop")
-        return torch.tensor([float(weight) if low <= float(weight) <= high else 0.0 for weight in weights], dtype=weights.dtype)
+        return torch.tensor(
+            [float(weight) if low <= float(weight) <= high else 0.0 for weight in weights],
+            dtype=weights.dtype,
+        )
     if "seq-mask" in options:
         low, high = _bounds(case, "seq-mask")
         return weights * float(low <= float(torch.exp(logarithms.mean())) <= high)
@@ -433,7 +479,9 @@ def _share(length: int, call: _Call) -> float:
     """Return how much a token of a response of that length counts."""
     if "seq" not in call.case.loss_options:
         return 1 / call.tokens
-    return 1 / ((_number(call.case, "constant") if "constant" in call.case.loss_options else length) * call.sequences)
+    return 1 / (
+        (_number(call.case, "constant") if "constant" in call.case.loss_options else length) * call.sequences
+    )
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
@@ -441,7 +489,11 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
     they were sampled; its gradient is worked out by hand: that of the divergence is the expectation of
     log(current / reference) times the gradient of the log-probability, whichever estimator the value has;
     clamps bound it, and do not end it."""
-    options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
+    options, most, bound = (
+        case.loss_options,
+        _number(case, "kl-input-clamp"),
+        _number(case, "kl-output-clamp"),
+    )
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         above = torch.clip(current - reference, -most, most)
@@ -470,7 +522,9 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
     return float(past.sum())
 
 
-def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> dict[str, float]:
+def _rounded_in_divergence(
+    call: _Call, logprobs: Tensor, entropies: Tensor | None = None
+) -> dict[str, float]:
     """Return sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel
     to d^2 / 2; k1 and k2 have nothing that cancels but d itself, and an error of that is one of the
     log-probabilities."""
@@ -483,7 +537,9 @@ def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | No
         if not len(places):
             continue
         current = logprobs[row, places].double()
-        reference, generation = (call.at(key, row, places) for key in ("reference_policy_logprobs", "generation_logprobs"))
+        reference, generation = (
+            call.at(key, row, places) for key in ("reference_policy_logprobs", "generation_logprobs")
+        )
         difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         terms = weight * (torch.exp(difference) + difference.abs() + 1)

@@ -90,18 +90,26 @@ class Routers:
         if not self._heard:
             return Judged()
         rows, width = data["input_ids"].shape
-        real = (torch.arange(width)[None] < data["input_lengths"][:, None]) & (data["sample_mask"] != 0)[:, None]
+        real = (torch.arange(width)[None] < data["input_lengths"][:, None]) & (data["sample_mask"] != 0)[
+            :, None
+        ]
         balance, loads, z_losses = [], [], []
         for logits, chosen, takes_sigmoids in self._heard:
             by_row = logits.float().view(rows, width, -1)
-            went_to = torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
-            scores = torch.nn.functional.normalize(by_row.sigmoid(), p=1, dim=-1) if takes_sigmoids else by_row.softmax(-1)
+            went_to = (
+                torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
+            )
+            scores = (
+                torch.nn.functional.normalize(by_row.sigmoid(), p=1, dim=-1)
+                if takes_sigmoids
+                else by_row.softmax(-1)
+            )
             probabilities = scores * real[..., None]
             loads.append(_relative_load(went_to))
             whole = _balance(probabilities.flatten(0, 1), went_to.flatten(0, 1))
-            rows_alone = torch.stack([_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]).sum(0) / max(
-                float((data["sample_mask"] != 0).sum()), 1.0
-            )
+            rows_alone = torch.stack(
+                [_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]
+            ).sum(0) / max(float((data["sample_mask"] != 0).sum()), 1.0)
             balance.append(rows_alone if self._balancing.kind == "seq" else whole)
             z_losses.append((by_row.logsumexp(-1).square() * real).sum() / real.sum().clamp(min=1))
         metrics = {
@@ -109,7 +117,11 @@ class Routers:
             "moe_expert_load_max": float(torch.stack(loads).max()),
             "moe_expert_load_min": float(torch.stack(loads).min()),
         }
-        by_expert = self._balancing.weight * COEFFICIENT * torch.stack(balance).sum(0) if self._balancing.kind != "none" else None
+        by_expert = (
+            self._balancing.weight * COEFFICIENT * torch.stack(balance).sum(0)
+            if self._balancing.kind != "none"
+            else None
+        )
         loss = torch.zeros(()) if by_expert is None else by_expert.sum()
         if self._balancing.z:
             metrics["moe_z_loss"] = float(torch.stack(z_losses).detach().mean())

@@ -43,7 +43,10 @@ class CaseOutcome:
     @property
     def mismatches(self) -> list[Difference]:
         """The quantities that are out of bounds, worst first."""
-        return sorted((found for found in self.differences if not found.passes), key=lambda found: -found.error / found.bound)
+        return sorted(
+            (found for found in self.differences if not found.passes),
+            key=lambda found: -found.error / found.bound,
+        )
 
     @property
     def passes(self) -> bool:
@@ -103,7 +106,9 @@ class CaseRunner:
             return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         try:
             outcome = self._judged(case, ready, shares)
-        except Exception:  # answers of another form, which a fault can give, are the case's failure and no end of all cases
+        except (
+            Exception
+        ):  # answers of another form, which a fault can give, are the case's failure and no end of all cases
             return CaseOutcome(case, error=traceback.format_exc(), seconds=time.monotonic() - started)
         # a planted fault that the fixed bounds of float32 catch is caught: before it is planted, its case has
         # passed
@@ -115,7 +120,10 @@ class CaseRunner:
 
     @staticmethod
     def _judged(case: Case, ready: _Prepared, shares: list[jobs.Share]) -> CaseOutcome:
-        return CaseOutcome(case, compare(case, ready.config, ready.batch, shares, ready.logprobs, ready.expected, ready.bounds))
+        return CaseOutcome(
+            case,
+            compare(case, ready.config, ready.batch, shares, ready.logprobs, ready.expected, ready.bounds),
+        )
 
     @staticmethod
     def _with_more_members(case: Case, ready: _Prepared) -> _Prepared:
@@ -125,7 +133,9 @@ class CaseRunner:
         few runs of many, which the first eight may all miss. And where gradients of tokens cancel, plain
         transformers in float32 may be farther from float64 than the fixed bound.
         """
-        bounds = bounds_of(case, ready.model, ready.batch, ready.logprobs, ready.expected, members=MEMBERS_TO_CONFIRM)
+        bounds = bounds_of(
+            case, ready.model, ready.batch, ready.logprobs, ready.expected, members=MEMBERS_TO_CONFIRM
+        )
         return replace(ready, bounds=bounds, confirms=True)
 
     def _prepare(self, case: Case) -> _Prepared:
@@ -142,7 +152,9 @@ class CaseRunner:
             # beside adapters the reference policy is the model without them
             if case.lora:
                 expected.base_logprobs = token_logprobs(load_model(model), tokens, case.sampling)
-            bounds = bounds_of(case, model, batch, logprobs, expected) if case.has_measured_bounds else Bounds()
+            bounds = (
+                bounds_of(case, model, batch, logprobs, expected) if case.has_measured_bounds else Bounds()
+            )
             return self._keep(case, _Prepared(model, config, batch, logprobs, expected, bounds))
         return self._prepared[1]
 

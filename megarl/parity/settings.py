@@ -23,7 +23,11 @@ from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 
 _LAYER = "model.layers.*"
 _HEAD_NORMS = {f"{_LAYER}.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
-mlp = {f"{_LAYER}.mlp.gate_proj": "colwise", f"{_LAYER}.mlp.up_proj": "colwise", f"{_LAYER}.mlp.down_proj": "rowwise"}
+mlp = {
+    f"{_LAYER}.mlp.gate_proj": "colwise",
+    f"{_LAYER}.mlp.up_proj": "colwise",
+    f"{_LAYER}.mlp.down_proj": "rowwise",
+}
 names = {
     **mlp,
     **{f"{_LAYER}.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
@@ -106,13 +110,17 @@ class Hyperparameters:
             falling = math.sqrt(max(self.warmup, 1) / max(call, 1))
             return self.peak * (max(falling, LAST_RATE) if call <= DECAY_CALLS else LAST_RATE)
         progress = min(1.0, (call - self.warmup) / (DECAY_CALLS - self.warmup))
-        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[self.schedule]
+        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[
+            self.schedule
+        ]
         return self.peak * (LAST_RATE + (1 - LAST_RATE) * left)
 
     def weight_decay(self, call: int) -> float:
         """Return the weight decay in that call."""
         progress = min(1.0, call / DECAY_CALLS)
-        grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[self.decay]
+        grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[
+            self.decay
+        ]
         return FIRST_DECAY + (WEIGHT_DECAY - FIRST_DECAY) * grown
 
 
@@ -120,7 +128,9 @@ def hyperparameters(case: Case) -> Hyperparameters:
     """Return the optimizer of a case."""
     balancing = Balancing(case.balance, case.zloss, case.freeze, loss_weight(case))
     clip, warmup = case.clip or None, _warmup_calls(case)
-    return Hyperparameters(case.optimizer, clip, warmup, case.lr, case.schedule, case.decay, balancing, case.eps)
+    return Hyperparameters(
+        case.optimizer, clip, warmup, case.lr, case.schedule, case.decay, balancing, case.eps
+    )
 
 
 def _warmup_calls(case: Case) -> int:
@@ -152,7 +162,12 @@ def policy_config(case: Case, model: Path) -> Config:
         config["reward_model_cfg"] = {"enabled": True}
     if case.lora:
         alpha = ADAPTER_SCALE * case.lora
-        config["peft"] = {"enabled": True, "dim": case.lora, "alpha": alpha, "adapter_path": str(adapter_directory(model, case.lora))}
+        config["peft"] = {
+            "enabled": True,
+            "dim": case.lora,
+            "alpha": alpha,
+            "adapter_path": str(adapter_directory(model, case.lora)),
+        }
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
         drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -207,7 +222,9 @@ def _megatron(case: Case) -> Config:
             "moe_token_dispatcher_type": case.dispatcher,
             "freeze_moe_router": case.freeze,
             "moe_router_dtype": None if case.router == "model" else case.router,
-            "moe_router_load_balancing_type": {"none": "none", "aux": "aux_loss", "seq": "seq_aux_loss"}[case.balance],
+            "moe_router_load_balancing_type": {"none": "none", "aux": "aux_loss", "seq": "seq_aux_loss"}[
+                case.balance
+            ],
             "moe_aux_loss_coeff": None if case.balance == "none" else COEFFICIENT * loss_weight(case),
             "moe_z_loss_coeff": Z_COEFFICIENT * loss_weight(case) if case.zloss else None,
         }
@@ -222,7 +239,11 @@ def _megatron_scheduler(case: Case) -> Config:
     if case.schedule != "constant":
         scheduler |= {"lr_decay_style": case.schedule, "lr_decay_iters": DECAY_CALLS}
     if case.decay != "constant":
-        growth = {"weight_decay_incr_style": case.decay, "start_weight_decay": FIRST_DECAY, "end_weight_decay": WEIGHT_DECAY}
+        growth = {
+            "weight_decay_incr_style": case.decay,
+            "start_weight_decay": FIRST_DECAY,
+            "end_weight_decay": WEIGHT_DECAY,
+        }
         scheduler |= {**growth, "lr_decay_iters": DECAY_CALLS}
     return scheduler
 
@@ -247,7 +268,11 @@ def _dtensor(case: Case) -> Config:
 
 
 def _fsdp1(case: Case) -> Config:
-    return {"fsdp_offload_enabled": case.offload, "activation_checkpointing_enabled": case.recompute, **_torch_optimizer(case)}
+    return {
+        "fsdp_offload_enabled": case.offload,
+        "activation_checkpointing_enabled": case.recompute,
+        **_torch_optimizer(case),
+    }
 
 
 def _torch_optimizer(case: Case) -> Config:
@@ -264,10 +289,19 @@ def _torch_schedule(case: Case) -> Config:
     """Return one schedule, or a list of two with the call at which the second takes over."""
     kinds, warmup = "torch.optim.lr_scheduler", _warmup_calls(case)
     left = DECAY_CALLS - warmup
-    growing = {"name": f"{kinds}.LinearLR", "kwargs": {"start_factor": FIRST_RATE, "end_factor": 1.0, "total_iters": warmup}}
+    growing = {
+        "name": f"{kinds}.LinearLR",
+        "kwargs": {"start_factor": FIRST_RATE, "end_factor": 1.0, "total_iters": warmup},
+    }
     falling = {
-        "linear": {"name": f"{kinds}.LinearLR", "kwargs": {"start_factor": 1.0, "end_factor": LAST_RATE, "total_iters": left}},
-        "cosine": {"name": f"{kinds}.CosineAnnealingLR", "kwargs": {"T_max": left, "eta_min": LAST_RATE * case.lr}},
+        "linear": {
+            "name": f"{kinds}.LinearLR",
+            "kwargs": {"start_factor": 1.0, "end_factor": LAST_RATE, "total_iters": left},
+        },
+        "cosine": {
+            "name": f"{kinds}.CosineAnnealingLR",
+            "kwargs": {"T_max": left, "eta_min": LAST_RATE * case.lr},
+        },
     }.get(case.schedule)
     if falling is None:
         return {"scheduler": growing} if warmup else {}

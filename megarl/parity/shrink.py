@@ -50,7 +50,11 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
     "first": lambda case: {"first": 0, "last": 0, "layers": case.pp},
     "overlap": lambda case: {"overlap": False, "bucket": 0},
     "batching": lambda case: {"batching": "fixed", "room": 0, "round": 1, "packer": ""},
-    "family": lambda case: {"family": DENSE[0], "window": 0, **{name: _DEFAULTS[name] for name in SPARSE_FIELDS}},
+    "family": lambda case: {
+        "family": DENSE[0],
+        "window": 0,
+        **{name: _DEFAULTS[name] for name in SPARSE_FIELDS},
+    },
     "layout": lambda case: {"layout": "", "layers": case.pp},
     "cp": lambda case: {"cp": 1, "ep": 1, "comm": "all_gather"},
     "precision": lambda case: {"precision": "float32", "wide": False},

@@ -33,7 +33,11 @@ from megarl.errors import MegarlError
 
 CONFIGS = directory() / "quickstart"
 SUMMARY = "summary.json"
-BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor parallel 2", "fsdp1": "FSDP1 on two ranks"}
+BACKENDS = {
+    "megatron": "Megatron tensor parallel 2",
+    "dtensor": "DTensor tensor parallel 2",
+    "fsdp1": "FSDP1 on two ranks",
+}
 GENERATION: dict[str, list[str]] = {
     "policy": [],
     "apart": ["apart.yaml"],
@@ -75,25 +79,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the quickstart for each seed; the exit code is 0 when every run was checked and agrees with plain
     transformers."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
-    parser.add_argument("--task", choices=TASKS, default="arithmetic", help="what is learned; with calculator, to call a tool")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen2", help="family of the tiny model (default: qwen2)")
-    parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
-    parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
-    parser.add_argument("--adapter", choices=ADAPTERS, default="none", help="what reinforcement trains (default: all weights)")
-    parser.add_argument("--asynchronous", action="store_true", help="answer the next problems while the policy trains on these")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
-    parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/quickstart"),
+        help="directory of the runs (default: runs/quickstart)",
+    )
+    parser.add_argument(
+        "--task", choices=TASKS, default="arithmetic", help="what is learned; with calculator, to call a tool"
+    )
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="qwen2", help="family of the tiny model (default: qwen2)"
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)"
+    )
+    parser.add_argument(
+        "--generation",
+        choices=GENERATION,
+        default="policy",
+        help="what answers the problems (default: policy)",
+    )
+    parser.add_argument(
+        "--adapter", choices=ADAPTERS, default="none", help="what reinforcement trains (default: all weights)"
+    )
+    parser.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="answer the next problems while the policy trains on these",
+    )
+    parser.add_argument(
+        "--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.backend == "fsdp1" and chosen.adapter != "none":
         # a rule says so as well, of the second part, minutes later
         parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; take --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
-        parser.error(f"{refused}: not built for gated delta nets, which --family qwen3_5 has; leave it out, or take another family")
+        parser.error(
+            f"{refused}: not built for gated delta nets, which --family qwen3_5 has; leave it out, or take "
+            "another family"
+        )
     if chosen.asynchronous:
         # what answers beside training has devices of its own
-        chosen.generation = {"policy": "apart", "vllm": "vllm-apart"}.get(chosen.generation, chosen.generation)
+        chosen.generation = {"policy": "apart", "vllm": "vllm-apart"}.get(
+            chosen.generation, chosen.generation
+        )
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
@@ -116,7 +153,9 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
     try:
         start_ray(stack)
-        summaries = [run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds]
+        summaries = [
+            run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds
+        ]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
         return error.exit_code
@@ -132,9 +171,14 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
     """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
-    generation = chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
+    generation = (
+        chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
+    )
     parts = [chosen.task, chosen.family, chosen.backend, generation, chosen.adapter, f"seed-{seed}"]
-    name, number = "-".join(part for part in parts if part not in {"arithmetic", "qwen2", "megatron", "policy", "none"}), 1
+    name, number = (
+        "-".join(part for part in parts if part not in {"arithmetic", "qwen2", "megatron", "policy", "none"}),
+        1,
+    )
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
         if not (directory / SUMMARY).exists():
@@ -159,7 +203,11 @@ class _Changes:
 
 
 def _changes(chosen: argparse.Namespace) -> _Changes:
-    sft, grpo = ([], []) if chosen.steps is None else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
+    sft, grpo = (
+        ([], [])
+        if chosen.steps is None
+        else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
+    )
     names = (chosen.task, chosen.family, chosen.backend, chosen.generation, chosen.adapter)
     return _Changes(*names, chosen.asynchronous, sft, [*grpo, *chosen.overrides])
 
@@ -173,17 +221,29 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
     started = time.monotonic()
     data, model = directory / "data", directory / "model"
-    demonstrations, train, validation = data / "demonstrations.jsonl", data / "train.jsonl", data / "validation.jsonl"
+    demonstrations, train, validation = (
+        data / "demonstrations.jsonl",
+        data / "train.jsonl",
+        data / "validation.jsonl",
+    )
     if not validation.exists():
         console.rule(f"seed {seed}: making problems and a tiny {changes.family} model in {directory}")
         data.mkdir(parents=True, exist_ok=True)
-        (_make_calculator if changes.task == "calculator" else _make_arithmetic)(data, model, seed, changes.family)
+        (_make_calculator if changes.task == "calculator" else _make_arithmetic)(
+            data, model, seed, changes.family
+        )
     recipes = [CONFIGS / f"{TASKS[changes.task]}{part}.yaml" for part in ("sft", "grpo")]
 
     console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[changes.backend]}")
     sft = directory / "sft"
     common, layers = [f"seed={seed}"], [CONFIGS / f"{changes.backend}.yaml"]
-    overrides = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}", *changes.sft]
+    overrides = [
+        *common,
+        f"run_dir={sft}",
+        f"policy.model_name={model}",
+        f"data.train.path={demonstrations}",
+        *changes.sft,
+    ]
     _train(load_config(recipes[0], overrides, layers))
 
     answering = "" if changes.generation == "policy" else f", {changes.generation} answers"
@@ -192,7 +252,9 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
     beside = ["asynchronous.yaml"] if changes.asynchronous else []
-    layers += [CONFIGS / layer for layer in (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])]
+    layers += [
+        CONFIGS / layer for layer in (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])
+    ]
     _train(load_config(recipes[1], overrides, layers))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")

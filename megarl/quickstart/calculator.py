@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.quickstart.material import ITEMS, NAMES, Split, new_tokenizer, save_new_model, split_of, write_lines
+from megarl.quickstart.material import (
+    ITEMS,
+    NAMES,
+    Split,
+    new_tokenizer,
+    save_new_model,
+    split_of,
+    write_lines,
+)
 
 _CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
 _LONGEST = 40
@@ -38,7 +46,14 @@ TEMPLATE = """\
 """The form of conversations: calls are Hermes's."""
 
 TOOLS: Sequence[Mapping[str, Any]] = (
-    {"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
 )
 
 
@@ -47,10 +62,25 @@ def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
     draw = random.Random(f"products {seed}")
     while True:
         # products of four digits: a pupil who has copied few shorter ones stumbles over them
-        left, right, name, item = draw.randint(32, 99), draw.randint(32, 99), draw.choice(NAMES), draw.choice(ITEMS)
-        prompt = draw.choice([f"{name} writes {left}*{right}=", f"{name} has {left} boxes of {right} {item}. How many {item}? Answer:"])
+        left, right, name, item = (
+            draw.randint(32, 99),
+            draw.randint(32, 99),
+            draw.choice(NAMES),
+            draw.choice(ITEMS),
+        )
+        prompt = draw.choice(
+            [
+                f"{name} writes {left}*{right}=",
+                f"{name} has {left} boxes of {right} {item}. How many {item}? Answer:",
+            ]
+        )
         if split_of(prompt) == split:
-            yield prompt, f"{left}*{right}", str(left * right), str(left * right + draw.choice((-1, 1)) * draw.randint(1, 99))
+            yield (
+                prompt,
+                f"{left}*{right}",
+                str(left * right),
+                str(left * right + draw.choice((-1, 1)) * draw.randint(1, 99)),
+            )
 
 
 def write_products(path: Path, count: int, seed: int, split: Split = "train") -> None:
@@ -68,13 +98,20 @@ def write_conversations(path: Path, count: int, seed: int, guess_share: float) -
 
 def _conversation(prompt: str, expression: str, answer: str, guess: str, guesses: bool) -> dict[str, Any]:
     asked = {"role": "user", "content": prompt}
-    call = {"id": "call00000", "type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": {"expression": expression}},
+    }
     worked_out = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "calculator", "tool_call_id": "call00000", "content": answer},
         {"role": "assistant", "content": answer},
     ]
-    return {"messages": [asked, *([{"role": "assistant", "content": guess}] if guesses else worked_out)], "tools": list(TOOLS)}
+    return {
+        "messages": [asked, *([{"role": "assistant", "content": guess}] if guesses else worked_out)],
+        "tools": list(TOOLS),
+    }
 
 
 def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> None:
@@ -95,7 +132,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def evaluate_conversations(model_dir: Path, problems_path: Path, *, with_tool: bool = True) -> tuple[float, float]:
+def evaluate_conversations(
+    model_dir: Path, problems_path: Path, *, with_tool: bool = True
+) -> tuple[float, float]:
     """Accuracy and calls a problem by plain transformers, in greedy conversations of two turns: an
     independent check.
 
@@ -111,15 +150,22 @@ def evaluate_conversations(model_dir: Path, problems_path: Path, *, with_tool: b
 
     def answers_to(texts: Sequence[str]) -> list[str]:
         batch = tokenizer(list(texts), return_tensors="pt", padding=True)
-        output = model.generate(**batch, max_new_tokens=_LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        found: list[str] = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        output = model.generate(
+            **batch, max_new_tokens=_LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        found: list[str] = tokenizer.batch_decode(
+            output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         return found
 
     said = answers_to([begin + row["prompt"] for row in rows])
-    calls = {place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))}
+    calls = {
+        place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))
+    }
     results = {place: int(found[1]) * int(found[2]) for place, found in calls.items()}
     texts = [
-        f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>" for place, value in results.items()
+        f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>"
+        for place, value in results.items()
     ]
     for place, answer in zip(calls, answers_to(texts) if texts else (), strict=True):
         said[place] = answer

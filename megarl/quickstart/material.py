@@ -101,12 +101,20 @@ def _written_difference(draw: random.Random) -> _Exercise:
 
 def _gain(draw: random.Random) -> _Exercise:
     name, item, start, more = draw.choice(NAMES), draw.choice(ITEMS), draw.randint(2, 9), draw.randint(1, 3)
-    return _Exercise(f"{name} has {start} {item} and buys {more} more. How many {item}? Answer:", str(start + more), str(start))
+    return _Exercise(
+        f"{name} has {start} {item} and buys {more} more. How many {item}? Answer:",
+        str(start + more),
+        str(start),
+    )
 
 
 def _loss(draw: random.Random) -> _Exercise:
     name, item, start, lost = draw.choice(NAMES), draw.choice(ITEMS), draw.randint(3, 9), draw.randint(1, 3)
-    return _Exercise(f"{name} has {start} {item} and loses {lost}. How many {item} are left? Answer:", str(start - lost), str(start))
+    return _Exercise(
+        f"{name} has {start} {item} and loses {lost}. How many {item} are left? Answer:",
+        str(start - lost),
+        str(start),
+    )
 
 
 def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]], int]) -> _Exercise:
@@ -145,7 +153,9 @@ def split_of(prompt: str) -> Split:
     return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
 
 
-def generate_problems(count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> list[Problem]:
+def generate_problems(
+    count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
+) -> list[Problem]:
     """``count`` problems of one split, every kind equally likely; the same ones for the same arguments. A
     prompt may come up twice.
 
@@ -160,7 +170,10 @@ def generate_problems(count: int, seed: int, split: Split = "train", mistake_sha
         DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.
     """
     if not 0.0 <= mistake_share <= 1.0:
-        raise DataError(f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true answers only")
+        raise DataError(
+            f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true "
+            "answers only"
+        )
     care = random.Random(f"mistakes {seed}")
     return [
         Problem(exercise.prompt, exercise.mistake if care.random() < mistake_share else exercise.answer)
@@ -173,16 +186,22 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
     if count < 1:
         raise DataError(f"count = {count!r}: at least one problem must be asked for. Fix: count >= 1")
     if split not in get_args(Split):
-        raise DataError(f"split = {split!r}: the splits are {', '.join(get_args(Split))}. Fix: name one of them")
+        raise DataError(
+            f"split = {split!r}: the splits are {', '.join(get_args(Split))}. Fix: name one of them"
+        )
     draw, made = random.Random(f"problems {seed}"), 0
     while made < count:
         exercise = draw.choice(_KINDS)(draw)
-        if split_of(exercise.prompt) == split and not (only_with_mistake and exercise.mistake == exercise.answer):
+        if split_of(exercise.prompt) == split and not (
+            only_with_mistake and exercise.mistake == exercise.answer
+        ):
             made += 1
             yield exercise
 
 
-def write_problems(path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> Path:
+def write_problems(
+    path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
+) -> Path:
     """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` a
     line; missing folders are made.
 
@@ -201,7 +220,9 @@ def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train")
         DataError: see ``generate_problems``.
     """
     exercises = _exercises(count, seed, split, only_with_mistake=True)
-    return write_lines(path, ({"prompt": each.prompt, "chosen": each.answer, "rejected": each.mistake} for each in exercises))
+    return write_lines(
+        path, ({"prompt": each.prompt, "chosen": each.answer, "rejected": each.mistake} for each in exercises)
+    )
 
 
 def write_lines(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Path:
@@ -216,10 +237,17 @@ def _parse_problem(line: str, where: str) -> Problem:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: {line[:80]!r} is not JSON ({error}). Fix: write one JSON object a line") from None
-    prompt, answer = (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
+        raise DataError(
+            f"{where}: {line[:80]!r} is not JSON ({error}). Fix: write one JSON object a line"
+        ) from None
+    prompt, answer = (
+        (record.get("prompt"), record.get("answer")) if isinstance(record, dict) else (None, None)
+    )
     if not isinstance(prompt, str) or not isinstance(answer, str):
-        raise DataError(f'{where}: {line[:80]!r} has no string under both "prompt" and "answer". Fix: give both as strings')
+        raise DataError(
+            f'{where}: {line[:80]!r} has no string under both "prompt" and "answer". Fix: give both as '
+            "strings"
+        )
     return Problem(prompt, answer)
 
 
@@ -233,7 +261,11 @@ def read_problems(path: str | Path) -> list[Problem]:
     if not source.is_file():
         raise DataError(f"problems file {str(source)!r} does not exist. Fix: write one with write_problems")
     lines = source.read_text(encoding="utf-8").split("\n")
-    problems = [_parse_problem(line, f"{source} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    problems = [
+        _parse_problem(line, f"{source} line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not problems:
         raise DataError(f"problems file {str(source)!r} holds no record. Fix: write one with write_problems")
     return problems
@@ -244,7 +276,10 @@ logger = logging.getLogger(__name__)
 
 def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (model_dir / "config.json").is_file():
-        raise ModelError(f"model directory {str(model_dir)!r} holds no config.json. Fix: give the folder of an exported checkpoint")
+        raise ModelError(
+            f"model directory {str(model_dir)!r} holds no config.json. Fix: give the folder of an exported "
+            "checkpoint"
+        )
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     return model.eval(), tokenizer
@@ -252,7 +287,11 @@ def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @torch.no_grad()
 def greedy_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    batch_size: int,
+    max_new_tokens: int,
 ) -> Iterator[str]:
     """Yield the decoded greedy continuation of each prompt, in order, without special tokens and surrounding
     blanks.
@@ -269,11 +308,15 @@ def greedy_answers(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        for answer in tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True):
+        for answer in tokenizer.batch_decode(
+            output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+        ):
             yield answer.strip()
 
 
-def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4) -> float:
+def evaluate_checkpoint(
+    model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4
+) -> float:
     """Return the share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to
     surrounding blanks).
 
@@ -286,7 +329,9 @@ def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_
             raise DataError(f"{name} = {value}: must be at least 1. Fix: {name} >= 1")
     problems = read_problems(problems_path)
     model, tokenizer = _load(Path(model_dir))
-    answers = greedy_answers(model, tokenizer, [problem.prompt for problem in problems], batch_size, max_new_tokens)
+    answers = greedy_answers(
+        model, tokenizer, [problem.prompt for problem in problems], batch_size, max_new_tokens
+    )
     correct = sum(answer == problem.answer.strip() for answer, problem in zip(answers, problems, strict=True))
     logger.info("%s: %d of %d problems answered exactly", model_dir, correct, len(problems))
     return correct / len(problems)
@@ -295,14 +340,18 @@ def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code (0, or the error's own code with the reason on standard
     error)."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint."
+    )
     parser.add_argument("model_dir", metavar="MODEL", help="folder with config.json, weights and tokenizer")
     parser.add_argument("problems_path", metavar="PROBLEMS", help="JSONL file of prompt and answer records")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=4)
     options = parser.parse_args(arguments)
     try:
-        accuracy = evaluate_checkpoint(options.model_dir, options.problems_path, options.batch_size, options.max_new_tokens)
+        accuracy = evaluate_checkpoint(
+            options.model_dir, options.problems_path, options.batch_size, options.max_new_tokens
+        )
     except MegarlError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -322,7 +371,9 @@ _SAMPLE_COUNT = 3000
 _SAMPLE_SEED = 1
 
 
-def _qwen2(vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str]] | None = None) -> Qwen2Tokenizer:
+def _qwen2(
+    vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str]] | None = None
+) -> Qwen2Tokenizer:
     """Transformers loads a Qwen2 folder's tokenizer with this class whatever class saved it, and it would add
     its own unknown token."""
     return Qwen2Tokenizer(
@@ -343,7 +394,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     falls back to bytes, so that decoding an encoded text (in Unicode's NFC form) gives that text back. No
     token is added to an encoded text; it pads on the right.
     """
-    return new_tokenizer([problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)])
+    return new_tokenizer(
+        [problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)]
+    )
 
 
 def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:

@@ -1,1 +1,2 @@
-"""Rollouts: responses to prompts, what an environment says of them, and the samples that an algorithm trains on."""
+"""Rollouts: responses to prompts, what an environment says of them, and the samples that an algorithm trains
+on."""

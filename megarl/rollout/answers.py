@@ -1,4 +1,5 @@
-"""Final answers that are found in a response and compared as text or as a decimal number: GSM8K, multiple choice, DAPO's rule, and a form.
+"""Final answers that are found in a response and compared as text or as a decimal number: GSM8K, multiple
+choice, DAPO's rule, and a form.
 
 Values of mathematical expressions: ``megarl.rollout.mathematics``.
 """
@@ -16,7 +17,8 @@ _GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s+)?"
 # units may stand between the number and its alternative
 _ALTERNATIVE = re.compile(
     rf"[*)}}]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*[(,;]*[ \t]*"
-    rf"(?:(?:or|and|to|versus|vs\.?)[ \t]+{_GUESS}(?:[*(]*{_NUMBER}|more\b|less\b|fewer\b|so\b)|(?:[,;/|&~\u00b1]|\+-)[ \t]*[*]*{_NUMBER})"
+    r"(?:(?:or|and|to|versus|vs\.?)[ "
+    rf"\t]+{_GUESS}(?:[*(]*{_NUMBER}|more\b|less\b|fewer\b|so\b)|(?:[,;/|&~\u00b1]|\+-)[ \t]*[*]*{_NUMBER})"
 )
 _OR_BEFORE = re.compile(rf"[0-9][*)}}$]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*,?[ \t]+or[ \t]+{_GUESS}[*($]*\Z")
 
@@ -29,7 +31,8 @@ _CHOICE = re.compile(
 _CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
 _BEFORE_SECOND = r"\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t]"
 _SECOND_LETTER = re.compile(
-    rf"[)\]}}*$( \t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})"
+    r"[)\]}*$( "
+    rf"\t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})"
     r"|[)\]}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
 )
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
@@ -46,24 +49,36 @@ _NAMES_SEVERAL = re.compile(
 )
 _NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
 _UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters meals "
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents "
+    "degrees cm gm pounds meters meals "
     "edges students childrentickets multiples \\text{s} \\text{.}"
 )
 _MARKS = (
-    *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"),
+    *(
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}",
+        "\\text{}",
+        "\\mathrm{th}",
+        "^\\circ",
+        "^{\\circ}",
+    ),
     *("\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _UNWRAPPED = tuple(
-    re.compile(rf"\\{name}\{{(.*{lazy})\}}") for name, lazy in (("text", "?"), ("textbf", "?"), ("overline", "?"), ("boxed", ""))
+    re.compile(rf"\\{name}\{{(.*{lazy})\}}")
+    for name, lazy in (("text", "?"), ("textbf", "?"), ("overline", "?"), ("boxed", ""))
 )
 
 
 def gsm8k(response: str, answer: str, method: str = "strict") -> float:
-    """1.0 when the response ends in the number of the reference, as a decimal number; commas and a dollar sign do not count.
+    """1.0 when the response ends in the number of the reference, as a decimal number; commas and a dollar
+    sign do not count.
 
     Args:
-        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) or has an alternative (``#### 72 or 71``)
-            is none.
+        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) or has an
+            alternative (``#### 72 or 71``) is none.
         answer: a whole solution with ``####``, as the data set has it, or a number.
         method: ``flexible`` takes the last number of the response, wherever it stands.
     """
@@ -72,7 +87,8 @@ def gsm8k(response: str, answer: str, method: str = "strict") -> float:
 
 
 def gsm8k_answer(response: str, method: str = "strict") -> str | None:
-    """The number that ``gsm8k`` compares, written one way whatever way the response writes it; None where there is none."""
+    """The number that ``gsm8k`` compares, written one way whatever way the response writes it; None where
+    there is none."""
     found = _last_number(response, method)
     if found is None:
         return None
@@ -84,13 +100,16 @@ def _last_number(response: str, method: str) -> Decimal | None:
     if method == "flexible":
         found = list(_ANY_NUMBER.finditer(response))
         # of 71 or 72 neither is the answer
-        return _number(found[-1][0]) if found and not _OR_BEFORE.search(response, 0, found[-1].start()) else None
+        return (
+            _number(found[-1][0]) if found and not _OR_BEFORE.search(response, 0, found[-1].start()) else None
+        )
     marked = _marked_numbers(response)
     return None if not marked or marked[-1] is None else _number(marked[-1])
 
 
 def _marked_numbers(response: str) -> list[str | None]:
-    """Return what follows each ``####``; None for what begins like a number and is none, or names a second number."""
+    """Return what follows each ``####``; None for what begins like a number and is none, or names a second
+    number."""
     numbers: list[str | None] = []
     for found in _MARKED_NUMBER.finditer(response):
         # the pattern of a number takes a comma after it
@@ -102,7 +121,11 @@ def _marked_numbers(response: str) -> list[str | None]:
 
 def fault_of_gsm8k(answer: str) -> str | None:
     """Why nothing can be compared with a reference of GSM8K; None where it can."""
-    return None if _reference_number(answer) is not None else "no number stands after ####, and it is no number itself"
+    return (
+        None
+        if _reference_number(answer) is not None
+        else "no number stands after ####, and it is no number itself"
+    )
 
 
 def _reference_number(answer: str) -> Decimal | None:
@@ -117,9 +140,9 @@ def _number(text: str) -> Decimal:
 def multichoice(response: str, answer: str) -> float:
     """1.0 when the response chooses the letter of the reference.
 
-    The last of ``\\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option B`` counts, or a response that is a letter
-    and nothing else. The first word of a sentence (``Answer: A good one``) is no choice, nor are several letters (``B and C``, ``B / C``,
-    ``\\boxed{B} or \\boxed{C}``).
+    The last of ``\\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option B`` counts, or
+    a response that is a letter and nothing else. The first word of a sentence (``Answer: A good one``) is no
+    choice, nor are several letters (``B and C``, ``B / C``, ``\\boxed{B} or \\boxed{C}``).
 
     Args:
         response: the model's.
@@ -155,10 +178,11 @@ def _reference_letter(answer: str) -> str | None:
 
 
 def dapo_match(response: str, answer: str) -> float:
-    """1.0 when the response's final answer is the reference as a text, both simplified; the rule that DAPO's authors score by.
+    """1.0 when the response's final answer is the reference as a text, both simplified; the rule that DAPO's
+    authors score by.
 
-    The final answer is what follows the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to the end of its line. A box
-    alone is none, and 1/2 is not 0.5 to this rule.
+    The final answer is what follows the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to the
+    end of its line. A box alone is none, and 1/2 is not 0.5 to this rule.
     """
     stated = dapo_answer(response)
     return float(stated is not None and stated == simplified(answer))
@@ -172,18 +196,28 @@ def dapo_answer(response: str) -> str | None:
 
 def fault_of_text(answer: str) -> str | None:
     """Why no text can be compared with a reference by DAPO's rule; None where it can."""
-    return None if simplified(answer) else "nothing is left of it once units, spaces and marks of LaTeX are taken away"
+    return (
+        None
+        if simplified(answer)
+        else "nothing is left of it once units, spaces and marks of LaTeX are taken away"
+    )
 
 
 def simplified(text: str) -> str:
-    """Return a final answer without what DAPO's rule takes for spelling: what is before ``=``, articles, spaces, units, dollars, boxes.
+    """Return a final answer without what DAPO's rule takes for spelling: what is before ``=``, articles,
+    spaces, units, dollars, boxes.
 
-    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) that rule would keep one; here all are kept, so that it equals none of them.
+    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) that rule would keep one; here all are kept, so
+    that it equals none of them.
     """
     names_several = _NAMES_SEVERAL.search(text) is not None
     if not names_several:
         text = text.split("=")[-1]
-    for before, after in (*_ARTICLES_AND_SPACES, *_NAMES_OF_TEXT, *((each, "") for each in (*_UNITS.split(), *_MARKS))):
+    for before, after in (
+        *_ARTICLES_AND_SPACES,
+        *_NAMES_OF_TEXT,
+        *((each, "") for each in (*_UNITS.split(), *_MARKS)),
+    ):
         text = text.replace(before, after)
     if not names_several:
         text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)

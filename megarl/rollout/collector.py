@@ -1,4 +1,5 @@
-"""The collector: prompts to samples, by whatever generates and through an environment. Synchronous: the newest weights, all at once."""
+"""The collector: prompts to samples, by whatever generates and through an environment. Synchronous: the
+newest weights, all at once."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class RefittedEngine(Protocol):
         ...
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of lost ones, after ``error``; raises where none is lost or that is done no more."""
+        """Start new engines in place of lost ones, after ``error``; raises where none is lost or that is done
+        no more."""
         ...
 
 
@@ -63,19 +65,22 @@ class Rollouts:
     """Samples of a batch of prompts.
 
     Attributes:
-        samples: B rows, the responses to one prompt next to each other, see ``batch_of``; with ``truncated`` [B] bool (a length limit ended
-            the conversation), ``response_text`` (B texts, what rewards read of the last response), ``reward`` [B] float32, ``masked`` [B]
-            bool (by the environment: ``sample_mask`` 0 too) and ``weight_version`` [B] int64 (steps of training behind the weights that
-            sampled the row). Where the environment says so, ``accuracy`` [B] float32 and, for each part of its rewards, ``reward/NAME``
-            [B] float32; NaN where there is none. Of conversations of several turns, ``turns`` [B] int64, ``ended`` (``StopReason``, B),
-            ``turn_rewards`` (B lists, a reward a turn) and ``token_rewards`` [B, S] float32 (these at the last token of each response);
-            where the chat template writes earlier responses otherwise, ``segments`` [B] int64. The tokens of a row are then those of the
-            last segment of its response, and ``generation_lengths`` counts those of all.
+        samples: B rows, the responses to one prompt next to each other, see ``batch_of``; with ``truncated``
+            [B] bool (a length limit ended the conversation), ``response_text`` (B texts, what rewards read of
+            the last response), ``reward`` [B] float32, ``masked`` [B] bool (by the environment:
+            ``sample_mask`` 0 too) and ``weight_version`` [B] int64 (steps of training behind the weights that
+            sampled the row). Where the environment says so, ``accuracy`` [B] float32 and, for each part of
+            its rewards, ``reward/NAME`` [B] float32; NaN where there is none. Of conversations of several
+            turns, ``turns`` [B] int64, ``ended`` (``StopReason``, B), ``turn_rewards`` (B lists, a reward a
+            turn) and ``token_rewards`` [B, S] float32 (these at the last token of each response); where the
+            chat template writes earlier responses otherwise, ``segments`` [B] int64. The tokens of a row are
+            then those of the last segment of its response, and ``generation_lengths`` counts those of all.
         records: B records, one a row.
         metrics: figures of the environment.
-        earlier: columns of ``batch_of`` and ``token_rewards`` of all segments but the last of each response, and ``response`` [E] int64,
-            ascending: the row of ``samples`` that each belongs to; with ``opening`` [E] int64, which ``samples`` then has too: tokens at
-            the end of a segment's prompt that are the observation it begins with. None where every response is one segment.
+        earlier: columns of ``batch_of`` and ``token_rewards`` of all segments but the last of each response,
+            and ``response`` [E] int64, ascending: the row of ``samples`` that each belongs to; with
+            ``opening`` [E] int64, which ``samples`` then has too: tokens at the end of a segment's prompt
+            that are the observation it begins with. None where every response is one segment.
     """
 
     samples: BatchedDataDict[Any]
@@ -92,12 +97,14 @@ class Collector:
         policy: generates where there are no engines.
         tokenizer: decodes responses.
         environment: rewards them.
-        timer: of the phases ``refit``, ``generation``, ``reward`` and, where engines were lost, ``engine_restart``.
+        timer: of the phases ``refit``, ``generation``, ``reward`` and, where engines were lost,
+            ``engine_restart``.
         stop_token_ids: tokens that end a response; None for the end-of-sequence token.
         engine: engines beside the policy; None where the policy itself generates.
         limits: of each conversation.
         encoder: of observations; None where conversations have one turn.
-        shared: engines that several collectors ask at once, and who sees to their weights; None where this one does.
+        shared: engines that several collectors ask at once, and who sees to their weights; None where this
+            one does.
         judging: as of ``EpisodeRunner``.
     """
 
@@ -156,33 +163,44 @@ class Collector:
             records: P records.
             generations: G, responses a prompt.
             seeds: P * G seeds, see ``sampling_seeds``; None where the engine may sample as it likes.
-            weight_version: finished steps of training; None where nobody trains on the samples: they do not have that column.
+            weight_version: finished steps of training; None where nobody trains on the samples: they do not
+                have that column.
             greedy: take the likeliest token always.
             sampling: in place of the configured temperature, top-p and top-k; None for those.
 
         Raises:
-            BatchError: what came back does not fit the prompts, or the environment's answer does not fit the responses.
+            BatchError: what came back does not fit the prompts, or the environment's answer does not fit the
+                responses.
         """
         if not records:
             raise BatchError("there are no records to collect samples for. Fix: give at least one")
         rows = len(records) * generations
         if seeds is not None and len(seeds) != rows:
-            raise BatchError(f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and generation")
+            raise BatchError(
+                f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and "
+                "generation"
+            )
         prompts = [np.asarray(record.prompt_ids, np.int64) for record in records]
         episodes = [
-            Episode(record, [Segment(prompt)], None if seeds is None else seeds[place * generations + generation])
+            Episode(
+                record, [Segment(prompt)], None if seeds is None else seeds[place * generations + generation]
+            )
             for place, (record, prompt) in enumerate(zip(records, prompts, strict=True))
             for generation in range(generations)
         ]
         engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
-        runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder, self.judging)
+        runner = EpisodeRunner(
+            engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder, self.judging
+        )
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
         # Before the columns below, which count a response's segments together.
         earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
-            versions = [weight_version if episode.version is None else episode.version for episode in episodes]
+            versions = [
+                weight_version if episode.version is None else episode.version for episode in episodes
+            ]
             samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
         # By a product: batch_of has masked rows without a response already.
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
@@ -201,12 +219,16 @@ class Collector:
             batch["token_rewards"] = token_rewards(segments, batch["input_ids"].shape[1])
         return batch
 
-    def _earlier(self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]) -> BatchedDataDict[Any] | None:
+    def _earlier(
+        self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]
+    ) -> BatchedDataDict[Any] | None:
         """All segments but the last of each episode, see ``Rollouts``; samples then count them all."""
         found = [(row, segment) for row, episode in enumerate(episodes) for segment in episode.segments[:-1]]
         if not found:
             return None
-        samples["generation_lengths"] = torch.tensor([sum(each.sampled_length for each in episode.segments) for episode in episodes])
+        samples["generation_lengths"] = torch.tensor(
+            [sum(each.sampled_length for each in episode.segments) for episode in episodes]
+        )
         samples["sample_mask"] = (samples["generation_lengths"] > 0).float()
         samples["opening"] = torch.tensor([episode.segment.opening for episode in episodes])
         earlier = self._rows([segment for _, segment in found])
@@ -222,7 +244,9 @@ def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
 
-def observation_encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
+def observation_encoder(
+    policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
+) -> ObservationEncoder:
     """What makes tokens of observations in a run.
 
     Args:
@@ -233,7 +257,9 @@ def observation_encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
     section = policy["tokenizer"]
     day = section.get("template_date")
     date = None if day is None else datetime.date.fromisoformat(day)
-    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
+    return ObservationEncoder(
+        tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops
+    )
 
 
 @dataclass(slots=True)
@@ -259,12 +285,21 @@ class _Engines:
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
         one_turn = self.collector.limits.turns == 1
-        # conversations of one turn wait for the environment together, but for rewards that begin with what is complete
-        gathers = one_turn and getattr(generation, "takes_requests", False) and getattr(self.collector.environment, "scores_ahead", False)
+        # conversations of one turn wait for the environment together, but for rewards that begin with what is
+        # complete
+        gathers = (
+            one_turn
+            and getattr(generation, "takes_requests", False)
+            and getattr(self.collector.environment, "scores_ahead", False)
+        )
         if not hasattr(generation, "requests") or (one_turn and not gathers):
-            return Waves(generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling)
+            return Waves(
+                generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling
+            )
         options = {"gathers": True} if gathers else {}
-        return generation.requests(stops, tokenizer.pad_token_id, greedy=self.greedy, sampling=self.sampling, **options)
+        return generation.requests(
+            stops, tokenizer.pad_token_id, greedy=self.greedy, sampling=self.sampling, **options
+        )
 
     @property
     def _generation(self) -> GenerationInterface:
@@ -281,14 +316,19 @@ class _Engines:
         if self.collector.shared is None:
             self._generation.finish_generation()
         segments = [segment for episode in episodes for segment in episode.segments]
-        lengths, prompts = np.array([len(each) for each in segments]), np.array([len(each.prompt) for each in segments])
+        lengths, prompts = (
+            np.array([len(each) for each in segments]),
+            np.array([len(each.prompt) for each in segments]),
+        )
         self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """What the environment and the ends of episodes say, a column each."""
     return {
-        "truncated": torch.tensor([episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool),
+        "truncated": torch.tensor(
+            [episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool
+        ),
         "response_text": [episode.response for episode in episodes],
         "reward": torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float64).float(),
         **_further_columns(episodes),
@@ -299,8 +339,13 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
     """How many episodes ended for each reason, and the tokens that they observed."""
     counts = Counter(episode.reason for episode in episodes)
-    observed = sum(each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments)
-    return {**{f"{EPISODES}{reason}": float(counts[reason]) for reason in StopReason}, "observed_tokens": float(observed)}
+    observed = sum(
+        each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments
+    )
+    return {
+        **{f"{EPISODES}{reason}": float(counts[reason]) for reason in StopReason},
+        "observed_tokens": float(observed),
+    }
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -315,12 +360,16 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
             total[name] = total.get(name, 0) + value
     taken = sorted(own.keys() & total.keys())
     if taken:
-        raise BatchError(f"the environment returned the metrics {', '.join(taken)}, which the run has itself. Fix: give them other names")
+        raise BatchError(
+            f"the environment returned the metrics {', '.join(taken)}, which the run has itself. Fix: give "
+            "them other names"
+        )
     return {**own, **total}
 
 
 def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """``accuracy`` and ``reward/NAME``, [B] float32 each, as far as the environment gives them; NaN in other rows.
+    """``accuracy`` and ``reward/NAME``, [B] float32 each, as far as the environment gives them; NaN in other
+    rows.
 
     Raises:
         BatchError: they do not fit the responses.
@@ -336,7 +385,11 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
         for name, values in answers[id(said)].items():
             if name not in columns:
                 # where some environments say how right a response is, the reward says it for the others
-                columns[name] = [sum(each.rewards) for each in episodes] if name == "accuracy" else [np.nan] * len(episodes)
+                columns[name] = (
+                    [sum(each.rewards) for each in episodes]
+                    if name == "accuracy"
+                    else [np.nan] * len(episodes)
+                )
             value = values[row]
             columns[name][place] = np.nan if value is None else float(value)
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
@@ -350,18 +403,21 @@ def _named_numbers(said: EnvironmentReturn) -> dict[str, Sequence[float | None]]
     for name, values in named.items():
         if len(values) != len(said.rewards):
             raise BatchError(
-                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} responses. Fix: return one a response"
+                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} "
+                "responses. Fix: return one a response"
             )
     return named
 
 
 def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:
-    """[B] float32, how right each response is: as the environment says, else the reward; NaN where it is not known."""
+    """[B] float32, how right each response is: as the environment says, else the reward; NaN where it is not
+    known."""
     return samples["accuracy"] if "accuracy" in samples else samples["reward"]
 
 
 def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
-    """The mean of each part of the rewards, ``reward/NAME``, over the samples of all batches that have it and are not masked."""
+    """The mean of each part of the rewards, ``reward/NAME``, over the samples of all batches that have it and
+    are not masked."""
     found: dict[str, list[Tensor]] = {}
     for samples in batches:
         for name in samples:

@@ -1,10 +1,11 @@
-"""Dynamic sampling: prompts are sampled until a step has as many groups of answers with a signal as it trains on (DAPO, arXiv 2503.14476,
-equation 11).
+"""Dynamic sampling: prompts are sampled until a step has as many groups of answers with a signal as it trains
+on (DAPO, arXiv 2503.14476, equation 11).
 
-The groups of a step are the first ones with a signal in the order of the data, from where the step before ended. Prompts behind the last
-one of them were sampled in vain: they come again in the next step, then answered by its weights. So what a step trains on depends on its
-weights and the order of the data, not on how many prompts were asked for at once, and of a refill nothing has to be kept between steps:
-a checkpoint's place in the data is enough to go on exactly.
+The groups of a step are the first ones with a signal in the order of the data, from where the step before
+ended. Prompts behind the last one of them were sampled in vain: they come again in the next step, then
+answered by its weights. So what a step trains on depends on its weights and the order of the data, not on how
+many prompts were asked for at once, and of a refill nothing has to be kept between steps: a checkpoint's
+place in the data is enough to go on exactly.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: in
     """The signal of each group of answers.
 
     Args:
-        accuracies: [B] float, how right each answer is (1 right, 0 wrong): the metric itself, not a reward that was shaped. The answers to
-            one prompt are next to each other.
+        accuracies: [B] float, how right each answer is (1 right, 0 wrong): the metric itself, not a reward
+            that was shaped. The answers to one prompt are next to each other.
         scored: [B] bool, whether that is known. Other answers tell nothing.
         trained: [B] bool, whether the answer would be trained on.
         generations: answers a prompt.
     """
-    groups = zip(*(values.view(-1, generations) for values in (accuracies.double(), scored & ~accuracies.isnan(), trained)), strict=True)
+    groups = zip(
+        *(
+            values.view(-1, generations)
+            for values in (accuracies.double(), scored & ~accuracies.isnan(), trained)
+        ),
+        strict=True,
+    )
     return [_signal(values[known], bool((known & counts).any())) for values, known, counts in groups]
 
 
@@ -67,7 +74,8 @@ class Filled:
     """What a step was filled with.
 
     Attributes:
-        rollouts: the groups that are trained on, in the order of the data; with the environment's figures of all that was sampled.
+        rollouts: the groups that are trained on, in the order of the data; with the environment's figures of
+            all that was sampled.
         judged: columns [B] of all answers up to the last of these, those of dropped groups among them.
         metrics: figures of the sampling.
     """
@@ -103,7 +111,8 @@ class DynamicSampling:
         Args:
             step: of the run, for messages.
             sampler: the order of the data.
-            collect: (indices of records, ordinal of the first of them: how many prompts came before it in the run) to their answers.
+            collect: (indices of records, ordinal of the first of them: how many prompts came before it in the
+                run) to their answers.
 
         Raises:
             RewardError: the step is not full after ``most_batches``.
@@ -124,10 +133,14 @@ class DynamicSampling:
             # To the beginning and forward by what was used: a sampler has no way to give some prompts back.
             sampler.load_state(begin)
             sampler.take(used)
-        judged = joined(batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True).samples
+        judged = joined(
+            batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True
+        ).samples
         rollouts = joined(batches, kept, self.generations, self.pad_token_id)
         of_environment = add_metrics({}, [batch.metrics for batch in batches])
-        return Filled(replace(rollouts, metrics=of_environment), judged, self._metrics(found, used, len(batches)))
+        return Filled(
+            replace(rollouts, metrics=of_environment), judged, self._metrics(found, used, len(batches))
+        )
 
     def _signals(self, samples: BatchedDataDict[Any]) -> list[Signal]:
         scored = samples["sample_mask"] != 0
@@ -141,22 +154,31 @@ class DynamicSampling:
             "dynamic_sampling_dropped": 1 - self.prompts / used,
             "dynamic_sampling_all_right": counts[Signal.ALL_RIGHT] / used,
             "dynamic_sampling_all_wrong": counts[Signal.ALL_WRONG] / used,
-            "dynamic_sampling_num_discarded_valid_samples": found[used:].count(Signal.SOME) * self.generations,
+            "dynamic_sampling_num_discarded_valid_samples": found[used:].count(Signal.SOME)
+            * self.generations,
         }
 
     def _not_full(self, step: int, found: Sequence[Signal]) -> RewardError:
         counts = Counter(found)
         shares = ", ".join(f"{signal.value}: {counts[signal] / len(found):.1%}" for signal in Signal)
         return RewardError(
-            f"step {step}: {counts[Signal.SOME]} of the {self.prompts} groups that it trains on were found in {len(found)} prompts "
-            f"(grpo.dynamic_sampling_max_gen_batches = {self.most_batches} times {self.batch}). Of these {shares}. Nothing was trained on "
-            "them. Fix: take prompts of which the policy solves some, or more answers a prompt; raise the bound only if such prompts are "
+            f"step {step}: {counts[Signal.SOME]} of the {self.prompts} groups that it trains on were found "
+            f"in {len(found)} prompts "
+            f"(grpo.dynamic_sampling_max_gen_batches = {self.most_batches} times {self.batch}). Of these "
+            f"{shares}. Nothing was trained on "
+            "them. Fix: take prompts of which the policy solves some, or more answers a prompt; raise the "
+            "bound only if such prompts are "
             "rare and not absent"
         )
 
 
 def joined(
-    batches: Sequence[Rollouts], groups: Sequence[int], generations: int, pad_token_id: int, *, only_numbers: bool = False
+    batches: Sequence[Rollouts],
+    groups: Sequence[int],
+    generations: int,
+    pad_token_id: int,
+    *,
+    only_numbers: bool = False,
 ) -> Rollouts:
     """Join some groups of several batches to one, cut to its longest response, without metrics.
 
@@ -179,18 +201,23 @@ def joined(
         mine = [row - first for row in rows if first <= row < first + count]
         first += count
         if mine:
-            batch: BatchedDataDict[Any] = BatchedDataDict({name: _column(rollouts, name, kind) for name, kind in columns.items()})
+            batch: BatchedDataDict[Any] = BatchedDataDict(
+                {name: _column(rollouts, name, kind) for name, kind in columns.items()}
+            )
             parts.append(_cut(batch.select_indices(mine)))
             if not only_numbers:
                 of_segments += _earlier(rollouts, mine, len(records))
                 records += [rollouts.records[row] for row in mine]
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
-    earlier: BatchedDataDict[Any] | None = BatchedDataDict.from_batches(of_segments, padding) if of_segments else None
+    earlier: BatchedDataDict[Any] | None = (
+        BatchedDataDict.from_batches(of_segments, padding) if of_segments else None
+    )
     return Rollouts(BatchedDataDict.from_batches(parts, padding), records, {}, earlier)
 
 
 def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[BatchedDataDict[Any]]:
-    """Yield the earlier segments of some responses of a batch, which are counted from ``first`` on from now, if there are any."""
+    """Yield the earlier segments of some responses of a batch, which are counted from ``first`` on from now,
+    if there are any."""
     if rollouts.earlier is None:
         return
     places = {row: first + place for place, row in enumerate(rows)}
@@ -205,11 +232,16 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
     """Names of the columns of all batches, and one of each."""
     columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
-    return {name: values for name, values in columns.items() if not only_numbers or (isinstance(values, Tensor) and values.ndim == 1)}
+    return {
+        name: values
+        for name, values in columns.items()
+        if not only_numbers or (isinstance(values, Tensor) and values.ndim == 1)
+    }
 
 
 def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
-    """A column of a batch. The environment need not have given it for each: an accuracy is then the reward, of a part there is none."""
+    """A column of a batch. The environment need not have given it for each: an accuracy is then the reward,
+    of a part there is none."""
     samples = rollouts.samples
     if name in samples:
         return samples[name]
@@ -219,7 +251,11 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
         # a batch that waited in a checkpoint from before there was one
         return samples["weight_version"].unsqueeze(1) * (samples["token_mask"] != 0)
     assert name == "accuracy" or name.startswith(PART), f"a batch of samples lacks {name}"
-    return samples["reward"] if name == "accuracy" else torch.full_like(samples["reward"], torch.nan, dtype=kind.dtype)
+    return (
+        samples["reward"]
+        if name == "accuracy"
+        else torch.full_like(samples["reward"], torch.nan, dtype=kind.dtype)
+    )
 
 
 def _cut(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

@@ -1,7 +1,9 @@
-"""Environments: what a policy's responses meet. An environment gives rewards, ends conversations, or answers with an observation.
+"""Environments: what a policy's responses meet. An environment gives rewards, ends conversations, or answers
+with an observation.
 
-An environment of a user's own is a class, named by ``env.environment: path/to/file.py:Name``, that is called with the ``env`` section: a
-``MessageEnv`` (``megarl.rollout.message_env``), which is one conversation, or an ``Environment``, which steps a batch of them.
+An environment of a user's own is a class, named by ``env.environment: path/to/file.py:Name``, that is called
+with the ``env`` section: a ``MessageEnv`` (``megarl.rollout.message_env``), which is one conversation, or an
+``Environment``, which steps a batch of them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Turn:
         responses: B texts of the policy, without special tokens; of Harmony's the final message.
         response_ids: B rows of the token ids that the policy sampled.
         metadata: what the environment returned for each conversation at the turn before; None at the first.
-        prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody decodes them.
+        prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody
+            decodes them.
         full_responses: B texts of all that the policy sampled, with special tokens; empty likewise.
         full_prompts: B texts of the prompts with special tokens; empty likewise.
         turns: B, responses of each conversation so far, this one among them; empty where there is one.
@@ -75,13 +78,16 @@ class EnvironmentReturn:
     Attributes:
         rewards: B finite numbers; None for no reward, of a conversation that is masked.
         terminated: B, whether the conversation ends.
-        masked: B, whether the conversation is left out of training, for example because its reward is not known.
-        observations: B, what the policy sees next: a text, which the user says, a message or a list of messages; None where the
-            conversation ends.
+        masked: B, whether the conversation is left out of training, for example because its reward is not
+            known.
+        observations: B, what the policy sees next: a text, which the user says, a message or a list of
+            messages; None where the conversation ends.
         metadata: B objects for the next turn.
         metrics: figures of the whole batch, which are summed over batches.
-        accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None where it is not known.
-        parts: name of each part of the rewards to B numbers, without weights; None for a conversation that has no such part.
+        accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None
+            where it is not known.
+        parts: name of each part of the rewards to B numbers, without weights; None for a conversation that
+            has no such part.
         reasons: B, why each conversation that ends does so, ``StopReason``; None for done.
         stop_strings: B lists of texts that end the next response of each conversation too; None for none.
     """
@@ -101,11 +107,13 @@ class EnvironmentReturn:
 class Environment(Protocol):
     """Steps a batch of conversations.
 
-    One with an attribute ``threads`` above 0 is asked for each conversation by itself, from so many threads at once; ``step_timeout_s`` is
-    then how many seconds that may take, ``begin(record)`` begins each conversation and ``end(metadata)`` ends it
-    (``megarl.rollout.message_env.MessageEnvironment``). One with ``judge(turn)`` is asked once more, for all its conversations together,
-    when all have ended; these rewards are added to those of the turns. One with ``scores_ahead`` true may begin to judge responses that
-    ``score_ahead(turn)`` gives it while others are sampled, some at a time; ``step`` is then asked of all of them.
+    One with an attribute ``threads`` above 0 is asked for each conversation by itself, from so many threads
+    at once; ``step_timeout_s`` is then how many seconds that may take, ``begin(record)`` begins each
+    conversation and ``end(metadata)`` ends it (``megarl.rollout.message_env.MessageEnvironment``). One with
+    ``judge(turn)`` is asked once more, for all its conversations together, when all have ended; these rewards
+    are added to those of the turns. One with ``scores_ahead`` true may begin to judge responses that
+    ``score_ahead(turn)`` gives it while others are sampled, some at a time; ``step`` is then asked of all of
+    them.
     """
 
     def step(self, turn: Turn) -> EnvironmentReturn:
@@ -113,7 +121,8 @@ class Environment(Protocol):
         ...
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why a record with this reference answer is of no use, or None. Called when the data are read."""
+        """Return why a record with this reference answer is of no use, or None. Called when the data are
+        read."""
         ...
 
     def close(self) -> None:
@@ -122,7 +131,8 @@ class Environment(Protocol):
 
 
 def environment_name(record: Any) -> str | None:
-    """The name of the environment that a record meets: its ``env_name``, else the field ``env_name`` or ``task_name`` of its data."""
+    """The name of the environment that a record meets: its ``env_name``, else the field ``env_name`` or
+    ``task_name`` of its data."""
     name = getattr(record, "env_name", None)
     fields = getattr(record, "fields", {})
     return name or fields.get("env_name") or fields.get("task_name")

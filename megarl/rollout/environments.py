@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, faults_of_schemas, is_nemo_rl, named_environments
+from megarl.config.environments import (
+    ENVIRONMENT,
+    TOOLS,
+    EnvConfig,
+    environment_class,
+    faults_of_schemas,
+    is_nemo_rl,
+    named_environments,
+)
 from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
@@ -45,7 +53,8 @@ class NamedEnvironments:
     def step(self, turn: Turn) -> EnvironmentReturn:
         """What each environment says to its own conversations, in the order of all.
 
-        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``, and its rewards, ``NAME``.
+        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``,
+        and its rewards, ``NAME``.
 
         Raises:
             RewardError: a record names no environment that is there.
@@ -91,7 +100,11 @@ class NamedEnvironments:
             name = next(iter(self.environments))
         if name not in self.environments:
             names = ", ".join(self.environments)
-            return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
+            return (
+                f"its record names the environment {name!r}, and there are {names}"
+                if name
+                else f"its record names none of {names}"
+            )
         return self.environments[name].fault_of_reference(answer)
 
     def of(self, record: Example) -> Environment:
@@ -110,7 +123,8 @@ class NamedEnvironments:
             return next(iter(self.environments))
         if name not in self.environments:
             raise RewardError(
-                f"record {record.index} names the environment {name!r}, and there are {', '.join(self.environments)}. Fix: give it an "
+                f"record {record.index} names the environment {name!r}, and there are "
+                f"{', '.join(self.environments)}. Fix: give it an "
                 "env_name among these, or the source of data that it comes from"
             )
         return name
@@ -122,7 +136,9 @@ class _Merged:
     def __init__(self, rows: int) -> None:
         self.rewards: list[float | None] = [None] * rows
         self.terminated, self.masked = [True] * rows, [False] * rows
-        self.onwards: dict[str, list[Any]] = {name: [None] * rows for name in ("observations", "metadata", "reasons", "stop_strings")}
+        self.onwards: dict[str, list[Any]] = {
+            name: [None] * rows for name in ("observations", "metadata", "reasons", "stop_strings")
+        }
         self.accuracies: list[float | None] = [None] * rows
         self.says_accuracy = False
         self.metrics: dict[str, float] = {}
@@ -132,7 +148,10 @@ class _Merged:
         """Put what one environment said to the rows of a batch in their places."""
         for what in (said.rewards, said.terminated, said.masked):
             if len(what) != len(rows):
-                raise BatchError(f"the environment {name} returned {len(what)} values for {len(rows)} responses. Fix: return one each")
+                raise BatchError(
+                    f"the environment {name} returned {len(what)} values for {len(rows)} responses. Fix: "
+                    "return one each"
+                )
         _put(self.rewards, rows, said.rewards)
         _put(self.terminated, rows, said.terminated)
         _put(self.masked, rows, said.masked)
@@ -142,7 +161,10 @@ class _Merged:
         self.says_accuracy |= bool(said.accuracies)
         # An environment that says no accuracy means that its reward is one.
         _put(self.accuracies, rows, said.accuracies or said.rewards)
-        for part, values in {name: said.rewards, **{f"{name}/{part}": values for part, values in said.parts.items()}}.items():
+        for part, values in {
+            name: said.rewards,
+            **{f"{name}/{part}": values for part, values in said.parts.items()},
+        }.items():
             _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)
         for metric, value in said.metrics.items():
             self.metrics[metric] = self.metrics.get(metric, 0) + value
@@ -215,7 +237,8 @@ def environment_of(environment: Environment, record: Example) -> Environment:
 def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
     """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
 
-    It is called with the answer and, where the run's environments have names, with that of the record's (``environment_name``).
+    It is called with the answer and, where the run's environments have names, with that of the record's
+    (``environment_name``).
 
     Args:
         environment: that is asked.
@@ -236,11 +259,14 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
     return find
 
 
-def final_answers(environment: Environment, records: Sequence[Example], responses: Sequence[str]) -> list[str | None] | None:
+def final_answers(
+    environment: Environment, records: Sequence[Example], responses: Sequence[str]
+) -> list[str | None] | None:
     """The final answers of responses, as texts that equal answers share; None for a response that has none.
 
     Args:
-        environment: that knows the answers; one of a user's own has an attribute ``final_answer``, ``(response) -> str | None``, or not.
+        environment: that knows the answers; one of a user's own has an attribute ``final_answer``,
+            ``(response) -> str | None``, or not.
         records: B records.
         responses: B texts.
 
@@ -265,7 +291,8 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
 
 
 def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Mapping[str, Any]]]:
-    """The tools that the chat template is told of, by the name of the environment that a source names; under None those of the only one."""
+    """The tools that the chat template is told of, by the name of the environment that a source names; under
+    None those of the only one."""
     met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
     met[None] = next(iter(met.values())) if len(met) == 1 else environment
     return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
@@ -298,7 +325,9 @@ def _made(section: EnvConfig, key: str) -> Environment:
         return SingleTurn(section)
     kind: Any = environment_class(name, key)
     if is_nemo_rl(kind):
-        from megarl.rollout.nemo_rl import NemoRLEnvironment  # brings torch, which the check of a configuration does without
+        from megarl.rollout.nemo_rl import (
+            NemoRLEnvironment,
+        )  # brings torch, which the check of a configuration does without
 
         return NemoRLEnvironment(kind, section)
     if isinstance(kind, type) and issubclass(kind, MessageEnv):

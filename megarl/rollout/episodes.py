@@ -1,8 +1,9 @@
 """Episodes: conversations of a policy with an environment, many at once, until all have ended.
 
-A turn is a request to the engines, the completion, and what the environment says to it. The next prompt is the tokens so far with those of
-the observation behind them: nothing sampled is encoded again. Where engines answer request by request and the environment may be asked from
-several threads, no episode waits for another one; where a batch is completed, or judged, together, all wait for it.
+A turn is a request to the engines, the completion, and what the environment says to it. The next prompt is
+the tokens so far with those of the observation behind them: nothing sampled is encoded again. Where engines
+answer request by request and the environment may be asked from several threads, no episode waits for another
+one; where a batch is completed, or judged, together, all wait for it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class EpisodeLimits:
     Attributes:
         turns: responses of the policy.
         tokens: behind the prompt, observed ones among them; None for no bound of their own.
-        length: of the prompt and all that follows, as the model bounds it; read where there is more than one turn.
+        length: of the prompt and all that follows, as the model bounds it; read where there is more than one
+            turn.
     """
 
     turns: int = 1
@@ -88,8 +90,10 @@ class Episode:
 
     Attributes:
         record: that it began with.
-        segments: its tokens; one segment, or one more each time that the model is shown other tokens than before.
-        seed: of the random numbers of its first response; those of later ones follow from it. None where engines draw as they like.
+        segments: its tokens; one segment, or one more each time that the model is shown other tokens than
+            before.
+        seed: of the random numbers of its first response; those of later ones follow from it. None where
+            engines draw as they like.
         turns: responses so far.
         metadata: the environment's own, from turn to turn.
         masked: it is left out of training.
@@ -97,9 +101,11 @@ class Episode:
         reason: why it ended; None while it goes on.
         last: the environment's answer to its last turn, and the row of it.
         response: text of the last response.
-        history: the conversation as the chat template writes it, where that may be other tokens than before; from the first observation on.
+        history: the conversation as the chat template writes it, where that may be other tokens than before;
+            from the first observation on.
         stop_strings: texts that end its next response too.
-        version: steps of training behind the oldest weights that sampled any of it; None where engines do not say.
+        version: steps of training behind the oldest weights that sampled any of it; None where engines do not
+            say.
     """
 
     record: Example
@@ -158,8 +164,9 @@ class EpisodeRunner:
         timer: of the phases ``generation``, as long as a request waits, and ``reward``.
         limits: of each episode.
         encoder: of observations; None where there is one turn.
-        judging: entered for each call of an environment that cannot be asked from several threads. None where there is one thread: the
-            environment may then begin with rewards while responses are still sampled.
+        judging: entered for each call of an environment that cannot be asked from several threads. None where
+            there is one thread: the environment may then begin with rewards while responses are still
+            sampled.
     """
 
     def __init__(
@@ -173,7 +180,8 @@ class EpisodeRunner:
         judging: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
-        # what begins ahead is taken by the next call, which is another group's where groups have threads of their own
+        # what begins ahead is taken by the next call, which is another group's where groups have threads of
+        # their own
         self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
         self._begun: set[int] = set()
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
@@ -196,7 +204,11 @@ class EpisodeRunner:
         try:
             with self._timer.phase("reward"):
                 self._begin()
-            self._requests = {number: self._request(episode) for number, episode in enumerate(episodes) if episode.reason is None}
+            self._requests = {
+                number: self._request(episode)
+                for number, episode in enumerate(episodes)
+                if episode.reason is None
+            }
             metrics = self._lead()
         except BaseException:
             self._threads.forget()
@@ -217,11 +229,16 @@ class EpisodeRunner:
                 try:
                     with self._timer.phase(GENERATION):
                         self._complete(stream)
-                        if not self._requests and not self._threads.busy and not any(map(self._may_go_on, episodes)):
+                        if (
+                            not self._requests
+                            and not self._threads.busy
+                            and not any(map(self._may_go_on, episodes))
+                        ):
                             self._engines.finish(episodes)
                             finished = True
                 except MegarlError as error:
-                    # what engines answer depends on weights, prompts and seeds alone: new ones are asked again for what is missing
+                    # what engines answer depends on weights, prompts and seeds alone: new ones are asked
+                    # again for what is missing
                     self._engines.replace_lost(error)
                     stream = self._stream(self._requests)
             with self._timer.phase("reward"):
@@ -237,7 +254,8 @@ class EpisodeRunner:
         return _summed(self._metrics)
 
     def _stream(self, requests: Mapping[int, Request]) -> RequestStream:
-        """A stream to engines that are ready, with these requests; engines that are lost at once are replaced."""
+        """A stream to engines that are ready, with these requests; engines that are lost at once are
+        replaced."""
         while True:
             try:
                 self._open = stream = self._engines.ready()
@@ -253,7 +271,9 @@ class EpisodeRunner:
             # Only what has come is taken out: after a lost engine the rest is asked again, with the same
             # seeds.
             del self._requests[number]
-        texts = response_texts(self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()]))
+        texts = response_texts(
+            self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()])
+        )
         for (number, completion), text in zip(found.items(), texts, strict=True):
             self._write(self._episodes[number], completion, text)
         self._unanswered += found
@@ -296,14 +316,26 @@ class EpisodeRunner:
         elif self._scores_ahead and (fresh := [number for number in together if number not in self._begun]):
             self._begun.update(fresh)
             cast("Any", self._environment).score_ahead(self._turn(fresh))
-        going_on = [number for number, (said, row) in answers.items() if self._goes_on(self._episodes[number], said, row)]
+        going_on = [
+            number
+            for number, (said, row) in answers.items()
+            if self._goes_on(self._episodes[number], said, row)
+        ]
         return {number: self._request(self._episodes[number]) for number in going_on}
 
     def _judge(self) -> None:
         """Have the environments that judge whole conversations do so, all at once."""
         environment: Any = self._environment
-        known = [(number, episode) for number, episode in enumerate(self._episodes) if episode.reason not in _NOT_JUDGED]
-        numbers = [number for number, episode in known if hasattr(environment_of(environment, episode.record), "judge")]
+        known = [
+            (number, episode)
+            for number, episode in enumerate(self._episodes)
+            if episode.reason not in _NOT_JUDGED
+        ]
+        numbers = [
+            number
+            for number, episode in known
+            if hasattr(environment_of(environment, episode.record), "judge")
+        ]
         if numbers:
             with self._judging:
                 answer = environment.judge(self._turn(numbers))
@@ -333,12 +365,15 @@ class EpisodeRunner:
     def _replace_prompt(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
         """Begin an episode with other messages than its record has."""
         assert self._encoder is not None
-        tokens = self._encoder.encode_prompt(messages_of(messages), episode.metadata.tools, f"the prompt of record {episode.record.index}")
+        tokens = self._encoder.encode_prompt(
+            messages_of(messages), episode.metadata.tools, f"the prompt of record {episode.record.index}"
+        )
         episode.segment.prompt = np.asarray(tokens, np.int64)
         length = self._limits.length
         if length is not None and len(tokens) >= length:
             raise BatchError(
-                f"record {episode.record.index}: its environment begins with {len(tokens)} tokens, and policy.max_total_sequence_length is "
+                f"record {episode.record.index}: its environment begins with {len(tokens)} tokens, and "
+                "policy.max_total_sequence_length is "
                 f"{length}. Fix: raise it, or begin with less"
             )
 
@@ -347,9 +382,15 @@ class EpisodeRunner:
         for number, episode in enumerate(self._episodes):
             owner: Any = environment_of(self._environment, episode.record)
             # Not those that never began: their environment holds nothing for them.
-            if episode.metadata is not None and hasattr(owner, "end") and not getattr(owner, "ends_at_once", False):
+            if (
+                episode.metadata is not None
+                and hasattr(owner, "end")
+                and not getattr(owner, "ends_at_once", False)
+            ):
                 call = functools.partial(owner.end, episode.metadata)
-                self._threads.start(Call(number, call, owner, owner.threads, min(owner.step_timeout_s, _END_SECONDS)))
+                self._threads.start(
+                    Call(number, call, owner, owner.threads, min(owner.step_timeout_s, _END_SECONDS))
+                )
         try:
             for ended in self._threads.take(wait=True, all_of_them=True):
                 if ended.error is not None:
@@ -403,7 +444,8 @@ class EpisodeRunner:
         )
 
     def _goes_on(self, episode: Episode, said: EnvironmentReturn, row: int) -> bool:
-        """Take what the environment says to an episode; whether it goes on, with the observation behind it."""
+        """Take what the environment says to an episode; whether it goes on, with the observation behind
+        it."""
         self._reward(episode, said, row)
         episode.metadata = said.metadata[row] if len(said.metadata) else episode.metadata
         episode.stop_strings = said.stop_strings[row] if len(said.stop_strings) else None
@@ -412,7 +454,8 @@ class EpisodeRunner:
             episode.reason = StopReason(reason or StopReason.DONE)
         elif self._limits.turns == 1:
             raise BatchError(
-                "the environment goes on after a response, and there is one turn. Fix: write grpo.max_rollout_turns (of the run's "
+                "the environment goes on after a response, and there is one turn. Fix: write "
+                "grpo.max_rollout_turns (of the run's "
                 "algorithm), or return terminated = True"
             )
         elif episode.truncated:
@@ -454,8 +497,11 @@ class EpisodeRunner:
         else:
             episode.segment.observed(np.asarray(tokens, np.int64))
 
-    def _other_segment(self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int) -> Segment | None:
-        """The segment that an observation begins, where the chat template writes earlier responses otherwise from there on."""
+    def _other_segment(
+        self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int
+    ) -> Segment | None:
+        """The segment that an observation begins, where the chat template writes earlier responses otherwise
+        from there on."""
         assert self._encoder is not None
         if self._encoder.rewritten is None:
             return None
@@ -465,13 +511,18 @@ class EpisodeRunner:
         return None if prompt is None else Segment(np.asarray(prompt, np.int64), opening=observed)
 
     def _request(self, episode: Episode) -> Request:
-        # of one turn the engines know the length that the model allows; where they are told, they get one more column
+        # of one turn the engines know the length that the model allows; where they are told, they get one
+        # more column
         bounds = self._limits if self._limits.turns > 1 else EpisodeLimits(tokens=self._limits.tokens)
         left = bounds.left(episode)
         most = None if left is None else max(left, 0)
         # The first turn has the record's own seed, so that conversations of one turn are what they were
         # without turns.
-        seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
+        seed = (
+            episode.seed
+            if episode.seed is None or not episode.turns
+            else seed_of_turn(episode.seed, episode.turns)
+        )
         return Request(episode.segment.tokens, seed, most, episode.stop_strings)
 
 
@@ -484,9 +535,12 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
     found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     found = [found] if isinstance(found, Mapping) else found
     right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
-    if not right or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found):
+    if not right or not all(
+        isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found
+    ):
         raise BatchError(
-            f"the environment goes on, and returned the observation {repr(observation)[:80]}. Fix: return a text, a message with role and "
+            f"the environment goes on, and returned the observation {repr(observation)[:80]}. Fix: return a "
+            "text, a message with role and "
             "content, or a list of messages; or terminated = True"
         )
     return cast("Sequence[Mapping[str, Any]]", found)
@@ -499,14 +553,20 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
         BatchError: it does not.
     """
     if not isinstance(said, EnvironmentReturn):
-        raise BatchError(f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)")
+        raise BatchError(
+            f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn "
+            "(megarl.rollout.environment)"
+        )
     wrong: dict[str, int] = {}
     for name in _COLUMNS:
         size = len(getattr(said, name))
         if size != rows and (size or name in _NEEDED):
             wrong[name] = size
     if wrong:
-        raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
+        raise BatchError(
+            f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in "
+            "their order"
+        )
     for value in said.masked:
         if value is not False and not isinstance(value, bool | np.bool_):
             raise BatchError(f"the environment returned masked = {value!r}. Fix: return True or False")
@@ -522,7 +582,8 @@ def _reward(value: Any, masked: bool) -> float:
         if abs(number) <= _LARGEST:
             return number
     raise BatchError(
-        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = True where there is no reward"
+        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = "
+        "True where there is no reward"
     )
 
 

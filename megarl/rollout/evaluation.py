@@ -1,7 +1,8 @@
-"""Evaluation: samples of validation sets and their figures: mean@k with an interval, pass@k, majority@k, truncated share.
+"""Evaluation: samples of validation sets and their figures: mean@k with an interval, pass@k, majority@k,
+truncated share.
 
-A prompt counts once in mean@k, however many of its k answers could be scored, and in pass@k and majority@k where all of them were. An
-answer is right where its accuracy is 1.
+A prompt counts once in mean@k, however many of its k answers could be scored, and in pass@k and majority@k
+where all of them were. An answer is right where its accuracy is 1.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class ValidatedSet:
 
     Attributes:
         plan: of the set.
-        batches: P * k samples, the k of a prompt next to each other: texts (``response_text``), rewards, lengths and the rest of
-            ``Rollouts``; whole prompts in each batch, in the order of the set.
-        answers: P * k final answers, None for a response without one; None where the environment does not know of any, or k is 1.
+        batches: P * k samples, the k of a prompt next to each other: texts (``response_text``), rewards,
+            lengths and the rest of ``Rollouts``; whole prompts in each batch, in the order of the set.
+        answers: P * k final answers, None for a response without one; None where the environment does not
+            know of any, or k is 1.
     """
 
     plan: SetPlan
@@ -82,7 +84,9 @@ def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
     return found
 
 
-def answer_set(collector: Collector, validation_set: ValidationSet, batch_size: int | None = None) -> ValidatedSet:
+def answer_set(
+    collector: Collector, validation_set: ValidationSet, batch_size: int | None = None
+) -> ValidatedSet:
     """Sample k answers to every prompt of a set and have them scored.
 
     Args:
@@ -121,17 +125,20 @@ def _final_answers(collector: Collector, batches: Sequence[Rollouts]) -> list[st
 def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
     """Figures of a validation.
 
-    Of one set those of ``metrics_of_set``. Of several those of each under ``NAME/``, and of all: ``accuracy``, the mean over sets of their
-    mean@k, so that a large set counts no more than a small one (none where a set has no mean@k: the mean of the others would be another
-    figure under its name); ``samples``; ``scored``, ``generation_length`` and ``truncated`` over all answers; and the sums of the figures
-    of the environment.
+    Of one set those of ``metrics_of_set``. Of several those of each under ``NAME/``, and of all:
+    ``accuracy``, the mean over sets of their mean@k, so that a large set counts no more than a small one
+    (none where a set has no mean@k: the mean of the others would be another figure under its name);
+    ``samples``; ``scored``, ``generation_length`` and ``truncated`` over all answers; and the sums of the
+    figures of the environment.
     """
     if len(validated) == 1:
         return metrics_of_set(validated[0], estimates=validated[0].plan.generations > 1)
     of_sets = {each.plan.name: metrics_of_set(each) for each in validated}
     means = [of_sets[each.plan.name].get(f"mean@{each.plan.generations}") for each in validated]
     known = [mean for mean in means if mean is not None]
-    lengths, truncated = (torch.cat([each.column(name) for each in validated]) for name in ("generation_lengths", "truncated"))
+    lengths, truncated = (
+        torch.cat([each.column(name) for each in validated]) for name in ("generation_lengths", "truncated")
+    )
     overall: dict[str, float] = {
         **({"accuracy": statistics.fmean(known)} if len(known) == len(means) else {}),
         "samples": len(lengths),
@@ -140,13 +147,21 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
         "truncated": float(truncated.double().mean()),
     }
     overall = add_metrics(overall, [rollouts.metrics for each in validated for rollouts in each.batches])
-    return {**overall, **{f"{name}/{metric}": value for name, metrics in of_sets.items() for metric, value in metrics.items()}}
+    return {
+        **overall,
+        **{
+            f"{name}/{metric}": value
+            for name, metrics in of_sets.items()
+            for metric, value in metrics.items()
+        },
+    }
 
 
 def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[str, float]:
-    """Figures of one set: ``accuracy`` (mean over scored answers; none without any), the parts of the rewards, ``samples`` (answers),
-    ``scored`` (share of answers that could be), ``generation_length``, ``truncated`` (share of answers), those of the environment and, with
-    ``estimates``, those of ``estimates_of``."""
+    """Figures of one set: ``accuracy`` (mean over scored answers; none without any), the parts of the
+    rewards, ``samples`` (answers), ``scored`` (share of answers that could be), ``generation_length``,
+    ``truncated`` (share of answers), those of the environment and, with ``estimates``, those of
+    ``estimates_of``."""
     accuracies = validated.accuracies
     known = accuracies[~accuracies.isnan()]
     own = {
@@ -166,24 +181,31 @@ def _share_scored(accuracies: Tensor) -> float:
     return float((~accuracies.isnan()).double().mean())
 
 
-def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None) -> dict[str, float]:
+def estimates_of(
+    accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None
+) -> dict[str, float]:
     """What k answers to each of P prompts say of a model.
 
     Args:
-        accuracies: P * k numbers, the k of a prompt next to each other; NaN for an answer that could not be scored, which counts in none of
-            the figures. Prompts without any that was are left out.
+        accuracies: P * k numbers, the k of a prompt next to each other; NaN for an answer that could not be
+            scored, which counts in none of the figures. Prompts without any that was are left out.
         k: answers a prompt.
         answers: P * k final answers, by which a majority votes; None for no ``majority@k``.
 
     Returns:
-        ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its confidence interval of 95 % over
-        prompts, where there are at least two; and for several answers a prompt, over the prompts all k answers of which were scored, so
-        that all are of the same prompts: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``; ``majority@k``, the mean of
-        ``majority``; and ``pass@k_prompts``, the number of these prompts, without any of which there is no other. Nothing where no answer
-        was scored.
+        ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its
+        confidence interval of 95 % over prompts, where there are at least two; and for several answers a
+        prompt, over the prompts all k answers of which were scored, so
+        that all are of the same prompts: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``;
+            ``majority@k``, the mean of
+        ``majority``; and ``pass@k_prompts``, the number of these prompts, without any of which there is no
+        other. Nothing where no answer was scored.
     """
     prompts = [
-        [(accuracies[place], None if answers is None else answers[place]) for place in range(start, start + k)]
+        [
+            (accuracies[place], None if answers is None else answers[place])
+            for place in range(start, start + k)
+        ]
         for start in range(0, len(accuracies), k)
     ]
     scored = [[each for each in prompt if not math.isnan(each[0])] for prompt in prompts]
@@ -202,7 +224,10 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
     for j in _powers_of_two(k) if whole else ():
         found[f"pass@{j}"] = statistics.fmean(pass_at(j, k, sum(each)) for each in right)
     if whole and answers is not None:
-        votes = [majority([answer for _, answer in prompt], each) for prompt, each in zip(whole, right, strict=True)]
+        votes = [
+            majority([answer for _, answer in prompt], each)
+            for prompt, each in zip(whole, right, strict=True)
+        ]
         found[f"majority@{k}"] = statistics.fmean(votes)
     return {**found, f"pass@{k}_prompts": len(whole)}
 
@@ -217,24 +242,31 @@ def _powers_of_two(k: int) -> Iterator[int]:
 
 
 def half_interval(means: Sequence[float]) -> float:
-    """Half of the 95 % confidence interval of a mean over prompts: 1.96 standard deviations (n - 1) over the root of their number.
+    """Half of the 95 % confidence interval of a mean over prompts: 1.96 standard deviations (n - 1) over the
+    root of their number.
 
-    Answers to one prompt resemble each other; as independent samples they would make the interval too narrow. That of the normal
-    distribution is too narrow itself for fewer than some thirty prompts, and 0 where all prompts have one value.
+    Answers to one prompt resemble each other; as independent samples they would make the interval too narrow.
+    That of the normal distribution is too narrow itself for fewer than some thirty prompts, and 0 where all
+    prompts have one value.
     """
     return _NORMAL_975 * statistics.stdev(means) / math.sqrt(len(means))
 
 
 def pass_at(k: int, answered: int, right: int) -> float:
-    """Probability that some of k answers, drawn without replacement from ``answered`` ones of which ``right`` are right, is right.
+    """Probability that some of k answers, drawn without replacement from ``answered`` ones of which ``right``
+    are right, is right.
 
-    1 - C(n - c, k) / C(n, k) as a product (Chen et al. 2021, arXiv 2107.03374, equation 1), which no binomial coefficient overflows.
+    1 - C(n - c, k) / C(n, k) as a product (Chen et al. 2021, arXiv 2107.03374, equation 1), which no binomial
+    coefficient overflows.
 
     Raises:
         ValueError: k is not in [1, answered].
     """
     if not 1 <= k <= answered:
-        raise ValueError(f"k = {k}: must be at least 1 and at most the {answered} answers. Fix: sample at least k answers a prompt")
+        raise ValueError(
+            f"k = {k}: must be at least 1 and at most the {answered} answers. Fix: sample at least k "
+            "answers a prompt"
+        )
     if answered - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / size for size in range(answered - right + 1, answered + 1))
@@ -243,8 +275,9 @@ def pass_at(k: int, answered: int, right: int) -> float:
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     """How right the answer is that was given most often; 0 where no response has an answer.
 
-    Among answers that were given equally often a fair draw decides: the value is their mean. A response without an answer has no vote.
-    Of responses with one answer of which not all are right, by their form for example, it is the share that is.
+    Among answers that were given equally often a fair draw decides: the value is their mean. A response
+    without an answer has no vote. Of responses with one answer of which not all are right, by their form for
+    example, it is the share that is.
 
     Args:
         answers: final answers of the responses to one prompt; equal ones are equal texts.

@@ -28,7 +28,9 @@ _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[
 _MARKED_RESULT = re.compile(r"(?:^|\n)\s*####[ \t]*(\S[^\n]*)\s*\Z")
 """The result below worked steps, as GSM8K has it."""
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
-_PLAIN = re.compile(r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z")
+_PLAIN = re.compile(
+    r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z"
+)
 """A statement that is a number and its words, with no mathematics that the library would find better."""
 _LONGEST_ENDING = 20_000
 """Characters at the end of a response without a box in which the library looks for an expression."""
@@ -43,16 +45,17 @@ class JudgementTimeoutError(DeadlineError):
 def math_verify(response: str, answer: str) -> float:
     """Return 1.0 when the final answer of the response equals the reference answer, else 0.0.
 
-    The final answer is what the last box holds, else what is stated after ``the answer is``, else the last expression that the library
-    finds. A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is taken as if the whole of it were in a box.
+    The final answer is what the last box holds, else what is stated after ``the answer is``, else the last
+    expression that the library finds. A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is
+    taken as if the whole of it were in a box.
 
     Args:
         response: the model's.
         answer: the reference, see ``fault_of_reference``.
 
     Raises:
-        JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's ``time_limit``. Signals do
-            that, so only in the main thread.
+        JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's
+            ``time_limit``. Signals do that, so only in the main thread.
     """
     with _time_limit(CHECK_SECONDS):
         wanted = _reference(answer)
@@ -67,14 +70,17 @@ def math_verify(response: str, answer: str) -> float:
 
 
 def _score(reference: str, answer: str) -> float:
-    # sympy may raise on text that only looks like mathematics, and a response that makes it raise is not excused
+    # sympy may raise on text that only looks like mathematics, and a response that makes it raise is not
+    # excused
     return float(or_none(lambda: agree(reference, answer)) or False)
 
 
 def math_answer(response: str) -> str | None:
-    """Return the final answer of a response as text, by which a majority votes: its last box, else its last number; None without either.
+    """Return the final answer of a response as text, by which a majority votes: its last box, else its last
+    number; None without either.
 
-    1/2 and 0.5 are two answers here: to compare every two by value would take the library as many calls as there are pairs.
+    1/2 and 0.5 are two answers here: to compare every two by value would take the library as many calls as
+    there are pairs.
     """
     boxed = boxed_answer(response)
     return _as_text(boxed) if boxed else gsm8k_answer(response, "flexible")
@@ -90,7 +96,8 @@ def fault_of_reference(answer: str) -> str | None:
 
 
 def _reference(answer: str) -> str:
-    """Return what a reference holds: its result after ``####``, else its boxes, else the whole of it, or the mathematics at its end."""
+    """Return what a reference holds: its result after ``####``, else its boxes, else the whole of it, or the
+    mathematics at its end."""
     result = _MARKED_RESULT.search(answer)
     if result is not None:
         return result[1]
@@ -133,7 +140,8 @@ def _parse(text: str) -> list[Any]:
 
 
 def _ending(text: str) -> str:
-    """Return the last lines of a text, in which the library looks for an expression: its patterns are slow on long ones."""
+    """Return the last lines of a text, in which the library looks for an expression: its patterns are slow on
+    long ones."""
     return text if len(text) <= _LONGEST_ENDING else text[-_LONGEST_ENDING:].partition("\n")[2]
 
 
@@ -155,5 +163,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
             yield
     except (OutOfTimeError, TimeoutException):
         raise JudgementTimeoutError(
-            f"an answer could not be judged within {seconds:g} s; it counts as wrong. Fix: nothing, unless there are many"
+            f"an answer could not be judged within {seconds:g} s; it counts as wrong. Fix: nothing, unless "
+            "there are many"
         ) from None

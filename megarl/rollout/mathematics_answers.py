@@ -12,7 +12,9 @@ _UNBRACED = re.compile(r"[^\s$]+")
 _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL)
 _END_OF_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_STATED = re.compile(r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)\b)[^\n])+)", re.IGNORECASE)
+_STATED = re.compile(
+    r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)\b)[^\n])+)", re.IGNORECASE
+)
 _END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
 
 # math delimiters and spaces may stand between a box and its unit
@@ -43,8 +45,9 @@ class _Box:
 def boxed_answer(response: str, values: int = 1) -> str | None:
     """Return what the last box holds, with a unit that follows it; None without a box.
 
-    Boxes inside ``<think>`` count only where there is no answer outside. Boxes joined by a comma, ``and`` or ``or`` are one answer of
-    several values. So are the last boxes, however far apart, where the reference has several values and the last box has one.
+    Boxes inside ``<think>`` count only where there is no answer outside. Boxes joined by a comma, ``and`` or
+    ``or`` are one answer of several values. So are the last boxes, however far apart, where the reference has
+    several values and the last box has one.
 
     Args:
         response: of a model.
@@ -124,7 +127,8 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
-    """Return the contents of the last box and of those before it that only connectives separate from the next."""
+    """Return the contents of the last box and of those before it that only connectives separate from the
+    next."""
     joined = [boxes[-1].content]
     for box, later in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[box.end : later.start]
@@ -135,6 +139,7 @@ def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
 
 
 def _after_box(text: str, end: int) -> str:
-    """Return the unit or the alternative right after a box: ``\\boxed{5}\\text{ km}``, ``\\boxed{8}$ or more``."""
+    """Return the unit or the alternative right after a box: ``\\boxed{5}\\text{ km}``, ``\\boxed{8}$ or
+    more``."""
     after = _UNIT_AFTER_BOX.match(text, end) or _ALTERNATIVE_AFTER_BOX.match(text, end)
     return f" {after[1]}" if after else ""

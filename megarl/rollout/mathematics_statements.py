@@ -11,8 +11,22 @@ from math import lcm
 from typing import Any
 
 from megarl.rollout.mathematics_text import AND, CLOSE, OPEN, OR, closes_at_end, spell
-from megarl.rollout.mathematics_values import fractions_agree, joined_sets, matches_all, number, value_of, values_agree
-from megarl.rollout.mathematics_words import Words, plain_words, read_words, without_about, without_factors, words_agree
+from megarl.rollout.mathematics_values import (
+    fractions_agree,
+    joined_sets,
+    matches_all,
+    number,
+    value_of,
+    values_agree,
+)
+from megarl.rollout.mathematics_words import (
+    Words,
+    plain_words,
+    read_words,
+    without_about,
+    without_factors,
+    words_agree,
+)
 
 _LARGEST_MODULUS = 10_000
 
@@ -23,13 +37,31 @@ A longer one is right only if it is the reference itself.
 """
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
-_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
-_BASE = re.compile(rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?")
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "twelve": 12,
+    "sixteen": 16,
+}
+_BASE = re.compile(
+    rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?"
+)
 _IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*\(?{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)\)?")
-_RESIDUE = re.compile(rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?")
+_RESIDUE = re.compile(
+    rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?"
+)
 _NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*\w+\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
-_ASSIGNED = re.compile(rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)")
+_ASSIGNED = re.compile(
+    rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)"
+)
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
 _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
@@ -37,7 +69,8 @@ _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
 _GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
 _CHOICE = re.compile(
-    rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup|cap|pm)).+)", re.DOTALL
+    rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup|cap|pm)).+)",
+    re.DOTALL,
 )
 _BARE_CHOICE = re.compile(rf"\s*\$?{_WRAPPED}\(?([A-J])\)?[.\s}}$]*")
 _OTHER_CHOICE = re.compile(r"\b(?:or|and|not)\b|(?<![A-Za-z0-9])\(?[A-J]\)?(?![A-Za-z0-9])")
@@ -47,7 +80,8 @@ _DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
 
 
 def agree(reference: str, response: str) -> bool:
-    """Return whether a final answer says what the reference says, both as they stand in a box or in the data."""
+    """Return whether a final answer says what the reference says, both as they stand in a box or in the
+    data."""
     if max(len(reference), len(response)) > LONGEST:
         return reference.strip() == response.strip()
     by_choice = _choices_agree(reference, response)
@@ -73,12 +107,17 @@ def _choices_agree(reference: str, response: str) -> bool | None:
     choices = [_choice(reference), given if given and not _OTHER_CHOICE.search(given[1]) else None]
     if not any(choices):
         return None
-    letters = [choice[0] if choice else _bare_choice(text) for choice, text in zip(choices, (reference, response), strict=True)]
+    letters = [
+        choice[0] if choice else _bare_choice(text)
+        for choice, text in zip(choices, (reference, response), strict=True)
+    ]
     if None not in letters and letters[0] != letters[1]:
         return False
     if None not in letters and not all(choices):
         return True
-    return agree(*(choice[1] if choice else text for choice, text in zip(choices, (reference, response), strict=True)))
+    return agree(
+        *(choice[1] if choice else text for choice, text in zip(choices, (reference, response), strict=True))
+    )
 
 
 def _choice(text: str) -> tuple[str, str] | None:
@@ -87,7 +126,11 @@ def _choice(text: str) -> tuple[str, str] | None:
     if found is None:
         return None
     # the command around the letter may end behind the text
-    rest = found[3][:-1] if found[3].count("}") == found[3].count("{") + 1 and found[3].endswith("}") else found[3]
+    rest = (
+        found[3][:-1]
+        if found[3].count("}") == found[3].count("{") + 1 and found[3].endswith("}")
+        else found[3]
+    )
     return found[1] or found[2], rest
 
 
@@ -125,8 +168,9 @@ def _squeezed(text: str) -> str:
 def _approximations_agree(reference: str, response: str) -> bool | None:
     """Compare where one side says that it is an approximation.
 
-    A reference that says so asks for a tolerance: half a unit of its last digit. A response that says so is right only against a decimal
-    with these digits, or where it gives an exact value as well, to which its decimal fits.
+    A reference that says so asks for a tolerance: half a unit of its last digit. A response that says so is
+    right only against a decimal with these digits, or where it gives an exact value as well, to which its
+    decimal fits.
     """
     wanted, given = _approximation(reference), _approximation(response)
     if wanted is None and given is None:
@@ -147,7 +191,8 @@ def _approximations_agree(reference: str, response: str) -> bool | None:
 
 
 def _approximation(text: str) -> tuple[str, str] | None:
-    """Return the exact value (or nothing) and the approximate one of a text that says ``\\approx`` or ``about``."""
+    """Return the exact value (or nothing) and the approximate one of a text that says ``\\approx`` or
+    ``about``."""
     before, sign, after = text.rpartition("\\approx")
     if sign:
         # the name of what is approximated says nothing of its value
@@ -194,14 +239,18 @@ def _sequences_agree(reference: str, response: str) -> bool | None:
     """
     if "\\ldots" not in reference and "\\ldots" not in response:
         return None
-    first, second = (_split(re.sub(r"(\\ldots)", r",\1,", _without_braces(text))) for text in (reference, response))
+    first, second = (
+        _split(re.sub(r"(\\ldots)", r",\1,", _without_braces(text))) for text in (reference, response)
+    )
     return len(first) == len(second) > 1 and all(
-        one == other if "\\ldots" in (one, other) else _spelled_agree(one, other) for one, other in zip(first, second, strict=True)
+        one == other if "\\ldots" in (one, other) else _spelled_agree(one, other)
+        for one, other in zip(first, second, strict=True)
     )
 
 
 def _residues_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a residue: ``3 \\pmod 7`` is 10 modulo 7, not 3 modulo 5, and is not the number 3."""
+    """Compare where one side is a residue: ``3 \\pmod 7`` is 10 modulo 7, not 3 modulo 5, and is not the
+    number 3."""
     wanted, given = _residues(reference), _residues(response)
     if not wanted and not given:
         return None
@@ -211,13 +260,18 @@ def _residues_agree(reference: str, response: str) -> bool | None:
         # the remainder that was asked for, with its modulus
         return len(given) == 1 and _spelled_agree(reference, given[0][0])
     numbers = [[(number(residue), number(modulus)) for residue, modulus in side] for side in (wanted, given)]
-    classes = [[(int(r), int(m)) for r, m in side if r is not None and m and r.denominator == m.denominator == 1] for side in numbers]
+    classes = [
+        [(int(r), int(m)) for r, m in side if r is not None and m and r.denominator == m.denominator == 1]
+        for side in numbers
+    ]
     if AND in reference + response or list(map(len, classes)) != [len(wanted), len(given)]:
         return matches_all(wanted, given, lambda one, other: all(map(_spelled_agree, one, other)))
     common = lcm(*(modulus for side in classes for _, modulus in side))
     if common > _LARGEST_MODULUS:
         return {(r % m, m) for r, m in classes[0]} == {(r % m, m) for r, m in classes[1]}
-    first, second = ({each % common for r, m in side for each in range(r, r + common, abs(m))} for side in classes)
+    first, second = (
+        {each % common for r, m in side for each in range(r, r + common, abs(m))} for side in classes
+    )
     return first == second
 
 
@@ -302,7 +356,9 @@ class _Piece:
         kept = [value for value in values if value]
         words = " ".join(parts[1::2])
         if len(kept) > 1:
-            marked = (f"{OPEN}{part}" if place % 2 else part.strip(" ,;:") for place, part in enumerate(parts))
+            marked = (
+                f"{OPEN}{part}" if place % 2 else part.strip(" ,;:") for place, part in enumerate(parts)
+            )
             return cls("", words, tuple(part for part in marked if part))
         return cls(kept[0] if kept else "", words)
 
@@ -320,7 +376,8 @@ def _lists_agree(reference: str, response: str) -> bool:
 
 
 def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
-    """Return whether one side is a tuple and the other has its coordinates in their order, without the brackets."""
+    """Return whether one side is a tuple and the other has its coordinates in their order, without the
+    brackets."""
     if len(one) != 1 or "\\{" in text or OR in text:
         return False
     coordinates = _coordinates(one[0])
@@ -328,8 +385,11 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
 
 
 def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
-    """Compare a set with a list of conditions or sets: joined by ``or``, by ``and``, or by commas, which may mean either."""
-    if len(first) == len(second) or not all(_is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side):
+    """Compare a set with a list of conditions or sets: joined by ``or``, by ``and``, or by commas, which may
+    mean either."""
+    if len(first) == len(second) or not all(
+        _is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side
+    ):
         return False
     joined = "or" if OR in text else "and" if AND in text else "by commas"
     sets = [joined_sets([value_of(_condition(each)) for each in side], joined) for side in (first, second)]
@@ -378,13 +438,19 @@ def _both_signs(text: str) -> list[str]:
 def _without_braces(text: str) -> str:
     """Return what is between the braces of a set that is a list."""
     inner = text.strip()
-    if inner.startswith("\\{") and inner.endswith("\\}") and _BUILDER.match(inner) is None and inner.count("\\{") == 1:
+    if (
+        inner.startswith("\\{")
+        and inner.endswith("\\}")
+        and _BUILDER.match(inner) is None
+        and inner.count("\\{") == 1
+    ):
         return inner[2:-2]
     return text
 
 
 def _split(text: str, separators: str = _SEPARATORS) -> list[str]:
-    """Split a list at the commas and connectives outside all brackets, or another text at other separators."""
+    """Split a list at the commas and connectives outside all brackets, or another text at other
+    separators."""
     depth, start, parts = 0, 0, list[str]()
     for place, character in enumerate(text):
         if character in "([{":
@@ -431,7 +497,9 @@ def _elements_agree(reference: str, response: str) -> bool:
         return _percentages_agree(first, second, percents)
     if words_agree(wanted, given) and _values_agree(first.value, second.value, factor, other_factor):
         return True
-    return _agree_by_letter(first.value, wanted, second.value, given) or _agree_by_letter(second.value, given, first.value, wanted)
+    return _agree_by_letter(first.value, wanted, second.value, given) or _agree_by_letter(
+        second.value, given, first.value, wanted
+    )
 
 
 def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool:
@@ -456,7 +524,9 @@ def _texts_agree(first: _Piece, second: _Piece) -> bool:
     if first.value or second.value or not first.words or not second.words:
         return False
     names = [[plain_words(each) for each in _BETWEEN_NAMES.split(piece.words)] for piece in (first, second)]
-    return plain_words(first.words) == plain_words(second.words) or (len(names[0]) > 1 and sorted(names[0]) == sorted(names[1]))
+    return plain_words(first.words) == plain_words(second.words) or (
+        len(names[0]) > 1 and sorted(names[0]) == sorted(names[1])
+    )
 
 
 def _stream(text: str) -> tuple[str, ...]:
@@ -472,7 +542,8 @@ def _without_factor(piece: _Piece) -> tuple[_Piece, Fraction]:
 
 
 def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) -> bool:
-    """Compare where one side has a percent sign: by value, or as numbers where the other leaves the sign away.
+    """Compare where one side has a percent sign: by value, or as numbers where the other leaves the sign
+    away.
 
     A reference without the sign is a number of percent only if it is an integer or above 10: 0.5% is not 0.5.
     """
@@ -488,7 +559,9 @@ def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) 
     return not all(percents) and may_lack and _values_agree(first.value, second.value)
 
 
-def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1), other_factor: Fraction = Fraction(1)) -> bool:
+def _values_agree(
+    reference: str, response: str, factor: Fraction = Fraction(1), other_factor: Fraction = Fraction(1)
+) -> bool:
     """Compare two texts without words, each times a factor."""
     reference, response = _same_side(reference, response)
     exact = [number(text) for text in (reference, response)]
@@ -504,7 +577,10 @@ def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1),
         if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
     values = [value_of(_condition(text)) for text in (reference, response)]
-    if any(str(value) == "EmptySet" and "\\emptyset" not in text for value, text in zip(values, (reference, response), strict=True)):
+    if any(
+        str(value) == "EmptySet" and "\\emptyset" not in text
+        for value, text in zip(values, (reference, response), strict=True)
+    ):
         # [2,1) is no interval, and no other such one either
         return False
     if values[0] is None or values[1] is None:
@@ -517,14 +593,21 @@ def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1),
 def _scaled(value: Any, factor: Fraction) -> Any:
     import sympy
 
-    return value * sympy.Rational(factor.numerator, factor.denominator) if isinstance(value, sympy.Expr) else None
+    return (
+        value * sympy.Rational(factor.numerator, factor.denominator)
+        if isinstance(value, sympy.Expr)
+        else None
+    )
 
 
 def _same_side(reference: str, response: str) -> tuple[str, str]:
-    """Return both without names that only one of them gives: ``x = 5`` for 5, ``AB = 5``, ``x \\in [1,2)``."""
+    """Return both without names that only one of them gives: ``x = 5`` for 5, ``AB = 5``, ``x \\in
+    [1,2)``."""
     reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
     sides = [_split(text, "=") for text in (reference, response)]
-    has_equation = [len(each) > 1 or text.startswith("=") for each, text in zip(sides, (reference, response), strict=True)]
+    has_equation = [
+        len(each) > 1 or text.startswith("=") for each, text in zip(sides, (reference, response), strict=True)
+    ]
     if has_equation == [False, True] and not _COMPARED.search(reference):
         return reference, sides[1][-1] if sides[1] else ""
     if has_equation == [True, False] and not _COMPARED.search(response):

@@ -1,4 +1,5 @@
-"""One spelling for mathematical text: characters, LaTeX commands, digits, decimals, and words apart from values.
+"""One spelling for mathematical text: characters, LaTeX commands, digits, decimals, and words apart from
+values.
 
 Text in, text out. Everything here keeps what the text says; what cannot be kept is left as it is.
 """
@@ -48,10 +49,37 @@ _CHARACTERS = str.maketrans(
     | _each("\u00b7\u22c5\u2219", "\\cdot ")
     | _each("\u201c\u201d", '"')
     | _each("\u2018\u2019\u2032", "'")
-    | {"\u00d7": "\\times ", "\u00f7": "\\div ", "\u221e": "\\infty ", "\u2260": "\\ne ", "\u2248": "\\approx ", "\u2261": "\\equiv "}
-    | {"\u00b1": "\\pm ", "\u2213": "\\mp ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in ", "\u2205": "\\emptyset "}
-    | {"\u2216": "\\setminus ", "\u2227": "\\wedge ", "\u2228": "\\vee ", "\u3002": ".", "\u3001": ",", "\u2211": "\\sum "}
-    | {"\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u2115": "\\mathbb{N}", "\u211a": "\\mathbb{Q}", "\u2102": "\\mathbb{C}"}
+    | {
+        "\u00d7": "\\times ",
+        "\u00f7": "\\div ",
+        "\u221e": "\\infty ",
+        "\u2260": "\\ne ",
+        "\u2248": "\\approx ",
+        "\u2261": "\\equiv ",
+    }
+    | {
+        "\u00b1": "\\pm ",
+        "\u2213": "\\mp ",
+        "\u222a": "\\cup ",
+        "\u2229": "\\cap ",
+        "\u2208": "\\in ",
+        "\u2205": "\\emptyset ",
+    }
+    | {
+        "\u2216": "\\setminus ",
+        "\u2227": "\\wedge ",
+        "\u2228": "\\vee ",
+        "\u3002": ".",
+        "\u3001": ",",
+        "\u2211": "\\sum ",
+    }
+    | {
+        "\u211d": "\\mathbb{R}",
+        "\u2124": "\\mathbb{Z}",
+        "\u2115": "\\mathbb{N}",
+        "\u211a": "\\mathbb{Q}",
+        "\u2102": "\\mathbb{C}",
+    }
     | {"\u2103": "^\\circ C", "\u2109": "^\\circ F"}
 )
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207d\u207e\u207f]+")
@@ -61,7 +89,8 @@ _ROOT = re.compile("([\u221a\u221b])\\s*(?:([0-9]+(?:\\.[0-9]+)?|[a-zA-Z])|(?=[(
 
 
 def unify(text: str) -> str:
-    """Return a text in which characters of one meaning are one: NFKC, and LaTeX for ½, x², √, π, ≤ and other symbols."""
+    """Return a text in which characters of one meaning are one: NFKC, and LaTeX for ½, x², √, π, ≤ and other
+    symbols."""
     if text.isascii():
         return text
     text = _RAISED.sub(lambda run: f"^{{{run[0]}}}", text)
@@ -82,11 +111,17 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         # looks, not meaning
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it|mathstrut|strut)(?![a-zA-Z])", " "),
+        (
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it|mathstrut|strut)(?![a-zA-Z])",
+            " ",
+        ),
         (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (r"\\(?:left|right|middle)(?:\.|(?![a-zA-Z]))|\\(?:big|Big|bigg|Bigg)[lrm]?(?![a-zA-Z])", ""),
         (r"\\(?:boxed|fbox|framebox|underline|ensuremath)(?![a-zA-Z])", ""),
-        (r"\\h?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}|\\tag\s*\{[^{}]*\}", " "),
+        (
+            r"\\h?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}|\\tag\s*\{[^{}]*\}",
+            " ",
+        ),
         (r"(?<!\\)(?:\$|\\[()\[\]])|(?<![0-9a-zA-Z)}])\*\*|\*\*(?![-0-9a-zA-Z({\\])|`", " "),
         # spaces: of one letter's width or less, then wider ones, which may separate values
         (r"(?<=[0-9])\{\s*,\s*\}|,\s*\\!", ","),
@@ -141,19 +176,28 @@ _OF_DAY = re.compile(r"\b([apAP])\.\s?[mM]\b\.?")
 _BARE = re.compile(
     rf"\\(?:begin|end)\s*\{{[^}}]*\}}|\\[a-zA-Z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[a-zA-Z]{{2,}}(?:'[a-z]+)?\.?|(?<=[0-9.])(?:st|nd|rd|th)\b"
 )
-_ORDINAL = re.compile(rf"(?<=[0-9}}])\s*(?:\^\s*)?\{{?\s*(?:{OPEN}\s*(?:st|nd|rd|th)\s*{CLOSE}|(?:st|nd|rd|th)\b)\s*\}}?")
-_UNIT_FRACTION = re.compile(rf"\\frac\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}")
+_ORDINAL = re.compile(
+    rf"(?<=[0-9}}])\s*(?:\^\s*)?\{{?\s*(?:{OPEN}\s*(?:st|nd|rd|th)\s*{CLOSE}|(?:st|nd|rd|th)\b)\s*\}}?"
+)
+_UNIT_FRACTION = re.compile(
+    rf"\\frac\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}"
+)
 _UNIT_POWER = re.compile(rf"\s*{CLOSE}\s*\^\s*\{{?\s*(-?[0-9])\s*\}}?")
 _UNIT_QUOTIENT = re.compile(rf"{CLOSE}\s*/\s*(?:{OPEN}|([a-z]+)(?![a-zA-Z]))")
 _UNIT_PRODUCT = re.compile(rf"{CLOSE}\s*(?:\\cdot|\\times)?\s*{OPEN}")
-_ANGLE = re.compile(rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}}?)?\s*[({{]?\s*([0-9.]+)\s*{OPEN}degree{CLOSE}\s*[)}}]?")
+_ANGLE = re.compile(
+    rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}}?)?\s*[({{]?\s*([0-9.]+)\s*{OPEN}degree{CLOSE}\s*[)}}]?"
+)
 _LISTED = re.compile(rf"{OPEN}[\s,;]*(and|or)[\s,;]*{CLOSE}")
 _JOINING = re.compile(rf"\s+(and|or)\s*{CLOSE}(?=\s*[-+0-9\\(\[.])")
 _BOUND = re.compile(r"^\s*\\(le|ge)\s*(?=[-\\0-9])")
 _FULL_HOUR = re.compile(rf":00(?=\s*{OPEN}[ap]\.?m\b)", re.IGNORECASE)
 _OUTWARD = re.compile(r"^\s*([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])\s*$")
 _NAMED_SETS = (
-    (re.compile(rf"{OPEN}\s*(?:the set of )?(?:all|any) real(?:s| numbers?)\s*{CLOSE}", re.IGNORECASE), r"\\mathbb{R}"),
+    (
+        re.compile(rf"{OPEN}\s*(?:the set of )?(?:all|any) real(?:s| numbers?)\s*{CLOSE}", re.IGNORECASE),
+        r"\\mathbb{R}",
+    ),
     (re.compile(rf"{OPEN}\s*(?:the )?empty set\s*{CLOSE}", re.IGNORECASE), r"\\emptyset "),
     (re.compile(r"\\mathbb\s*\{R\}\s*(?:\^\s*\{?\s*\+\s*\}?|_\s*\{?\s*(?:\+|>\s*0)\s*\}?)"), r"(0,\\infty)"),
     (re.compile(rf"{OPEN}\s*infinity\s*{CLOSE}", re.IGNORECASE), r"\\infty "),
@@ -191,12 +235,15 @@ def _inward_brackets(interval: re.Match[str]) -> str:
 
 
 def _words_of_command(command: re.Match[str]) -> str:
-    """Return the replacement of a ``\\text{...}``: words are put between marks, mathematics stays as it is."""
+    """Return the replacement of a ``\\text{...}``: words are put between marks, mathematics stays as it
+    is."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
     if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
-    if re.search(r",| and | or ", content) and not re.search(r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", content)):
+    if re.search(r",| and | or ", content) and not re.search(
+        r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", content)
+    ):
         return f" {content} "  # letters of choices: A, B and C
     choice = re.fullmatch(r"(?:option|choice|answer)\s*:?\s*\(?([A-Z])\)?", content, re.IGNORECASE)
     if choice:
@@ -233,7 +280,10 @@ def _ends_in_value(text: str) -> bool:
     return bool(before) and before[-1] in f"0123456789}}){{{CLOSE}"
 
 
-_BY_SPACES = re.compile(r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9])|(?<=[0-9]\.)([0-9]{3}(?: [0-9]{3})* [0-9]{1,3})(?![0-9])")
+_BY_SPACES = re.compile(
+    r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9])|(?<=[0-9]\.)([0-9]{3}(?: [0-9]{3})* "
+    r"[0-9]{1,3})(?![0-9])"
+)
 _BY_COMMAS = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?!,?[0-9])")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,6})(?![\w.])")
 _POWER = re.compile(r"\^\s*(?:\(\s*)?([-+]?[0-9]{2,}|[-+][0-9]+)(?:\s*\))?")
@@ -248,9 +298,12 @@ _CONTINUED = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)\s*\\ldots")
 
 
 def _digits(text: str) -> str:
-    """Return numbers without separators of thousands, with repeating decimals as fractions and ``5e-1`` as a product."""
+    """Return numbers without separators of thousands, with repeating decimals as fractions and ``5e-1`` as a
+    product."""
     text = _BY_SPACES.sub(lambda number: number[0].replace(" ", ""), text)
-    text = _BY_COMMAS.sub(lambda number: number[0] if _is_bracketed(text, number.start()) else number[0].replace(",", ""), text)
+    text = _BY_COMMAS.sub(
+        lambda number: number[0] if _is_bracketed(text, number.start()) else number[0].replace(",", ""), text
+    )
     text = _REPEATING.sub(_repeating_decimal, text)
     text = _CONTINUED.sub(_continued_decimal, text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)

@@ -1,7 +1,8 @@
 """Mathematical values read from LaTeX by the library `math_verify`, and compared exactly.
 
-The library rounds decimals to six places and takes differences below 1e-15 for nothing, so that 1/2^98 would equal 1/2^99. Its parser and
-its rules for equations, sets and matrices are used; every comparison of two numbers or expressions is replaced by an exact one.
+The library rounds decimals to six places and takes differences below 1e-15 for nothing, so that 1/2^98 would
+equal 1/2^99. Its parser and its rules for equations, sets and matrices are used; every comparison of two
+numbers or expressions is replaced by an exact one.
 """
 
 from __future__ import annotations
@@ -78,10 +79,19 @@ def _value_now(text: str) -> Any:
 
     # units are taken off before; the library would take 3m for 3
     config = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        )
     )
     silence_library()
-    read = or_none(lambda: parse(f"\\boxed{{{text}}}", extraction_config=[config], fallback_mode="no_fallback", parsing_timeout=None))
+    read = or_none(
+        lambda: parse(
+            f"\\boxed{{{text}}}",
+            extraction_config=[config],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+    )
     return or_none(lambda: _exact(read[0])) if read else None
 
 
@@ -106,7 +116,8 @@ def or_none(compute: Callable[[], Any]) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Return a value with fractions in place of floats, and I in place of the symbol i, which the library takes for a variable."""
+    """Return a value with fractions in place of floats, and I in place of the symbol i, which the library
+    takes for a variable."""
     import sympy
 
     if isinstance(value, sympy.MatrixBase):
@@ -127,7 +138,8 @@ def fractions_agree(reference: Fraction, response: Fraction) -> bool:
 
 
 def values_agree(reference: Any, response: Any) -> bool:
-    """Return whether two sympy values are equal: numbers exactly, expressions for every value of their variables, sets as sets."""
+    """Return whether two sympy values are equal: numbers exactly, expressions for every value of their
+    variables, sets as sets."""
     import sympy
 
     if isinstance(reference, sympy.Expr) and isinstance(response, sympy.Expr):
@@ -142,7 +154,8 @@ def values_agree(reference: Any, response: Any) -> bool:
 
 
 def library_agrees(reference: list[Any], response: list[Any]) -> bool:
-    """Return whether the library takes one of several readings of a response for the reference, with exact comparisons."""
+    """Return whether the library takes one of several readings of a response for the reference, with exact
+    comparisons."""
     silence_library()
     return bool(or_none(lambda: _library_verdict(reference, response)))
 
@@ -156,12 +169,18 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
     def symbolic(one: Any, other: Any) -> bool:
         return _expressions_equal(one, other) is not False and bool(simplified(one, other))
 
-    exact = {"sympy_numeric_eq": _numbers_equal, "sympy_symbolic_eq": symbolic, "sympy_deep_compare_set_and_tuple": _collections_equal}
+    exact = {
+        "sympy_numeric_eq": _numbers_equal,
+        "sympy_symbolic_eq": symbolic,
+        "sympy_deep_compare_set_and_tuple": _collections_equal,
+    }
     for name in exact:
         # a version of the library without one of them would round again, and nobody would know
         getattr(grader, name)
     with patched(*((grader, name, function) for name, function in exact.items())):
-        return library.verify([_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None)
+        return library.verify(
+            [_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None
+        )
 
 
 def _numbers_equal(one: Any, other: Any, *_: Any) -> bool:
@@ -191,7 +210,8 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
 
 
 def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
-    """Return whether each element of one collection equals one of the other that no element before it has taken."""
+    """Return whether each element of one collection equals one of the other that no element before it has
+    taken."""
     left = list(second)
     for each in first:
         place = next((place for place, other in enumerate(left) if equal(each, other)), None)
@@ -204,15 +224,17 @@ def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[An
 def _expressions_equal(one: Any, other: Any) -> bool | None:
     """Return whether two expressions are equal wherever both have a value; None where numbers do not tell.
 
-    Constants are compared as fractions or by hundreds of digits, expressions so at points that are always the same. Two expressions that
-    differ would have to agree at all of them to be taken for equal.
+    Constants are compared as fractions or by hundreds of digits, expressions so at points that are always the
+    same. Two expressions that differ would have to agree at all of them to be taken for equal.
     """
     import sympy
 
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return None
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    if any(isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)):
+    if any(
+        isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)
+    ):
         return None
     counts = any(each.has(sympy.Sum, sympy.Product) for each in (one, other))
     verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
@@ -222,7 +244,8 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
 
 
 def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
-    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for constants.
+    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for
+    constants.
 
     Args:
         symbols: variables.
@@ -233,11 +256,16 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
     if not symbols:
         return [{}]
     if whole:
-        return [{symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)} for first in (2, 5, 8)]
+        return [
+            {symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)}
+            for first in (2, 5, 8)
+        ]
     chooser = random.Random(len(symbols))
 
     def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
-        return sympy.Rational(chooser.choice(signs) * chooser.randrange(low, high), chooser.choice((7, 11, 13, 17, 19)))
+        return sympy.Rational(
+            chooser.choice(signs) * chooser.randrange(low, high), chooser.choice((7, 11, 13, 17, 19))
+        )
 
     ranges = ((20, 90, (1,)), (20, 90, (-1,)), (1, 6, (1,)), (1, 90, (1, -1)))
     return [{symbol: coordinate(low, high, signs) for symbol in symbols} for low, high, signs in ranges]
@@ -325,11 +353,13 @@ def _sets_equal(one: Any, other: Any) -> bool:
 
 
 def joined_sets(values: Iterable[Any], joined: str) -> Any:
-    """Return the set that several sets, or conditions on one variable, describe together; None where one of them is neither.
+    """Return the set that several sets, or conditions on one variable, describe together; None where one of
+    them is neither.
 
     Args:
         values: read from LaTeX.
-        joined: ``or`` for their union, ``and`` for what they have in common, ``by commas`` for the latter unless it is empty.
+        joined: ``or`` for their union, ``and`` for what they have in common, ``by commas`` for the latter
+            unless it is empty.
     """
     import sympy
 
@@ -337,6 +367,10 @@ def joined_sets(values: Iterable[Any], joined: str) -> Any:
     if None in sets:
         return None
     common = or_none(lambda: sympy.Intersection(*sets))
-    if len(sets) == 1 or joined == "and" or (joined == "by commas" and common is not None and not common.is_empty):
+    if (
+        len(sets) == 1
+        or joined == "and"
+        or (joined == "by commas" and common is not None and not common.is_empty)
+    ):
         return common
     return or_none(lambda: sympy.Union(*sets))

@@ -78,12 +78,23 @@ _SPELLINGS = {
     "gb": "gigabyte",
 }
 _UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
-_QUOTIENTS = {"mph": ("mi", "h"), "kmh": ("km", "h"), "kph": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s"), "mps": ("m", "s")}
+_QUOTIENTS = {
+    "mph": ("mi", "h"),
+    "kmh": ("km", "h"),
+    "kph": ("km", "h"),
+    "kmph": ("km", "h"),
+    "fps": ("ft", "s"),
+    "mps": ("m", "s"),
+}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _FILLERS = _set_of("the a an of unit each total exactly only just our its")
 
 _BOUNDS = (
-    (r"(?:or|and) (?:more|greater|above|higher|over|up)|at least|no less than|not less than|no fewer than|minimum of", "≥"),
+    (
+        r"(?:or|and) (?:more|greater|above|higher|over|up)|at least|no less than|not less than|no fewer "
+        r"than|minimum of",
+        "≥",
+    ),
     (r"(?:or|and) (?:less|fewer|below|lower|under)|at most|no more than|not more than|maximum of|up to", "≤"),
     (r"more than|greater than|over|above|exceeding", ">"),
     (r"less than|fewer than|under|below", "<"),
@@ -96,8 +107,17 @@ _CHANGES = _set_of(
 )
 """Words without which a value says something else; no other side may lack them."""
 
-_ABOUT = re.compile(r"\b(?:about|approximately|approx|around|roughly|nearly|almost|circa|close to)\b\.?", re.IGNORECASE)
-_FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_ABOUT = re.compile(
+    r"\b(?:about|approximately|approx|around|roughly|nearly|almost|circa|close to)\b\.?", re.IGNORECASE
+)
+_FACTORS = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹¢%°≥≤><]|\^-?[0-9]|/|[0-9]+")
 
 FUNCTIONS = _set_of(
@@ -106,7 +126,9 @@ FUNCTIONS = _set_of(
 )
 """Names in mathematics that are no words of a language."""
 
-_SHORT_WORDS = _set_of("yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has")
+_SHORT_WORDS = _set_of(
+    "yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +178,18 @@ def read_words(text: str) -> Words:
         elif singular(token) not in _FILLERS:
             nouns.add(singular(token))
         sign = power = 1
-    return Words(tuple(sorted((unit, count) for unit, count in units.items() if unit and count)), frozenset(nouns), frozenset(changes))
+    return Words(
+        tuple(sorted((unit, count) for unit, count in units.items() if unit and count)),
+        frozenset(nouns),
+        frozenset(changes),
+    )
 
 
 def words_agree(reference: Words, response: Words) -> bool:
     """Return whether the words of a response fit those of its reference.
 
-    A unit or a noun may be missing on one side. A different one is wrong, and so is any difference in words that change the meaning.
+    A unit or a noun may be missing on one side. A different one is wrong, and so is any difference in words
+    that change the meaning.
     """
     if reference.changes != response.changes:
         # a time of the day may be said more exactly than the reference does
@@ -175,7 +202,8 @@ def words_agree(reference: Words, response: Words) -> bool:
 
 
 def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
-    """Return the words of an answer that is no value (``due East``), in the singular and in lower case, without articles.
+    """Return the words of an answer that is no value (``due East``), in the singular and in lower case,
+    without articles.
 
     Args:
         text: words, and numbers among them.
@@ -210,7 +238,11 @@ def is_word(run: str) -> bool:
 
 def is_unit(run: str) -> bool:
     """Return whether letters after a number are a unit."""
-    return run.lower() in _UNITS or run.lower() in _QUOTIENTS or run.lower() in ("am", "pm", "th", "st", "nd", "rd")
+    return (
+        run.lower() in _UNITS
+        or run.lower() in _QUOTIENTS
+        or run.lower() in ("am", "pm", "th", "st", "nd", "rd")
+    )
 
 
 def singular(word: str) -> str:

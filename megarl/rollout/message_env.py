@@ -1,4 +1,5 @@
-"""MessageEnv: an environment as a person writes it, one object a conversation, that reads and writes messages.
+"""MessageEnv: an environment as a person writes it, one object a conversation, that reads and writes
+messages.
 
 A class of one's own (``env.environment: path/to/file.py:Name``) says what it answers to a response::
 
@@ -8,8 +9,8 @@ A class of one's own (``env.environment: path/to/file.py:Name``) says what it an
                 return Step(reward=1.0, done=True)
             return Step("No. Guess again.")
 
-Each conversation is answered in a thread, so that none waits for another one; objects of different conversations must not share what they
-change.
+Each conversation is answered in a thread, so that none waits for another one; objects of different
+conversations must not share what they change.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ _TOLD = 3
 
 
 class EnvironmentLostError(MegarlError):
-    """An environment cannot answer, for a reason that no response can cause: the conversation is left out of training."""
+    """An environment cannot answer, for a reason that no response can cause: the conversation is left out of
+    training."""
 
 
 LOST = (EnvironmentLostError, OSError, TimeoutError, MemoryError)
-"""Errors that are held against no response: a server that is gone, a process that was killed, a full machine."""
+"""Errors that are held against no response: a server that is gone, a process that was killed, a full
+machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Step:
     """What an environment answers to a response.
 
     Attributes:
-        messages: that the policy sees next: a text, which the user says, a message or several; read where the conversation goes on.
+        messages: that the policy sees next: a text, which the user says, a message or several; read where the
+            conversation goes on.
         reward: added to those of the other turns.
         done: the conversation ends.
         accuracy: from 0 to 1, how right the conversation is; None where the reward says it.
@@ -70,10 +74,11 @@ class MessageEnv:
     """One conversation.
 
     Attributes:
-        section: the ``env`` section, or that of the environment with a name in it; ``options`` has what only this environment reads.
+        section: the ``env`` section, or that of the environment with a name in it; ``options`` has what only
+            this environment reads.
         record: of the data that the conversation begins with; from ``reset`` on.
-        tools: JSON schemas that the chat template shows the policy, in the form of OpenAI's functions. Calls of them come as
-            ``message["tool_calls"]``.
+        tools: JSON schemas that the chat template shows the policy, in the form of OpenAI's functions. Calls
+            of them come as ``message["tool_calls"]``.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -89,8 +94,8 @@ class MessageEnv:
     def step(self, message: Message) -> Step:
         """Answer a response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``.
 
-        An exception is the response's fault, whose text the policy sees (``env.on_tool_error``); but of those in ``LOST``, which leave the
-        conversation out of training.
+        An exception is the response's fault, whose text the policy sees (``env.on_tool_error``); but of those
+        in ``LOST``, which leave the conversation out of training.
         """
         raise NotImplementedError
 
@@ -126,14 +131,17 @@ class MessageEnvironment:
         self.fault_of_reference = fault_of_reference
         self._parse = parser_of(section["tool_parser"])
         # what a class inherits need not be called in a thread for every conversation
-        self.begins_at_once = all(getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset"))
+        self.begins_at_once = all(
+            getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset")
+        )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = 0
         if judge is not None:
             self.judge = judge
 
     def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[Message] | None]:
-        """A conversation with a record, and the messages of its prompt where they are not the record's; None where it cannot begin."""
+        """A conversation with a record, and the messages of its prompt where they are not the record's; None
+        where it cannot begin."""
         try:
             conversation = self._make(self._section)
             conversation.record = record
@@ -154,18 +162,28 @@ class MessageEnvironment:
         if isinstance(message, str):
             if self._section["on_bad_call"] == "end":
                 return _answer(conversation, Step(done=True), StopReason.ERROR, {"bad_tool_calls": 1})
-            return _answer(conversation, Step([{"role": "user", "content": message}]), None, {"bad_tool_calls": 1}, truncated)
+            return _answer(
+                conversation,
+                Step([{"role": "user", "content": message}]),
+                None,
+                {"bad_tool_calls": 1},
+                truncated,
+            )
         try:
             step = conversation.step(message)
         except LOST as error:
             self._tell(record, "is lost", error)
-            return EnvironmentReturn([None], [True], [True], metadata=[conversation], reasons=[StopReason.LOST])
+            return EnvironmentReturn(
+                [None], [True], [True], metadata=[conversation], reasons=[StopReason.LOST]
+            )
         except (Exception, SystemExit) as error:
             self._tell(record, "failed on a response", error)
             if self._section["on_tool_error"] == "end":
                 return _answer(conversation, Step(done=True), StopReason.ERROR, {"tool_errors": 1})
             said = f"Error: {type(error).__name__}: {error}"
-            return _answer(conversation, Step(_answers_to(message, said)), None, {"tool_errors": 1}, truncated)
+            return _answer(
+                conversation, Step(_answers_to(message, said)), None, {"tool_errors": 1}, truncated
+            )
         return _answer(conversation, step, None, {}, truncated)
 
     def close(self) -> None:
@@ -182,21 +200,32 @@ class MessageEnvironment:
     def _tell(self, record: Example, what: str, error: BaseException) -> None:
         self._told += 1
         if self._told <= _TOLD:
-            logger.warning("record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, error)
+            logger.warning(
+                "record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, error
+            )
 
 
 def _answers_to(message: Message, text: str) -> Sequence[Message]:
     """A text as what the tools answer that a message calls; as what the user says where it calls none."""
     calls = message.get("tool_calls") or ()
-    answers = [{"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": text} for call in calls]
+    answers = [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}
+        for call in calls
+    ]
     return answers or [{"role": "user", "content": text}]
 
 
 def _answer(
-    conversation: MessageEnv, step: Any, reason: StopReason | None, counts: Mapping[str, float], truncated: bool = False
+    conversation: MessageEnv,
+    step: Any,
+    reason: StopReason | None,
+    counts: Mapping[str, float],
+    truncated: bool = False,
 ) -> EnvironmentReturn:
     if not isinstance(step, Step):
-        raise TypeError(f"{type(conversation).__name__}.step returned a {type(step).__name__}. Fix: return a Step")
+        raise TypeError(
+            f"{type(conversation).__name__}.step returned a {type(step).__name__}. Fix: return a Step"
+        )
     done = step.done or truncated
     return EnvironmentReturn(
         [step.reward],

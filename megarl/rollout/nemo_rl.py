@@ -1,7 +1,9 @@
-"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, as ``env.environment: path/to/file.py:Name``.
+"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, as ``env.environment:
+path/to/file.py:Name``.
 
-Such a class steps a batch of conversations, given as messages and what it returned for each at the turn before. It is called for all that
-wait, together. ``EnvironmentInterface`` and ``EnvironmentReturn`` can be imported from here where NeMo-RL is not installed.
+Such a class steps a batch of conversations, given as messages and what it returned for each at the turn
+before. It is called for all that wait, together. ``EnvironmentInterface`` and ``EnvironmentReturn`` can be
+imported from here where NeMo-RL is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _TOLD = 3
 """Failures that are reported one by one."""
 
 _ROLES = frozenset({"user", "assistant", "system", "tool"})
-"""Roles that chat templates know; what an environment says under another one, as ``environment``, the user says."""
+"""Roles that chat templates know; what an environment says under another one, as ``environment``, the user
+says."""
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
@@ -58,7 +61,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
     """The methods that NeMo-RL asks of an environment."""
 
     @abc.abstractmethod
-    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]) -> EnvironmentReturn[MetadataT]:
+    def step(
+        self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]
+    ) -> EnvironmentReturn[MetadataT]:
         """Answer the last message of each conversation."""
 
     @abc.abstractmethod
@@ -77,8 +82,8 @@ class _Conversation:
 class NemoRLEnvironment:
     """An ``Environment`` around a class of NeMo-RL's.
 
-    It is made with ``env.options``. The metadata of a conversation are at first ``ground_truth``, the reference answer, and the fields of
-    the record (``data.extra_keys``).
+    It is made with ``env.options``. The metadata of a conversation are at first ``ground_truth``, the
+    reference answer, and the fields of the record (``data.extra_keys``).
 
     Args:
         kind: the class.
@@ -91,7 +96,8 @@ class NemoRLEnvironment:
         self._told = 0
 
     def step(self, turn: Turn) -> environment.EnvironmentReturn:
-        """What the environment says to a batch; where it fails on the whole, to each conversation by itself."""
+        """What the environment says to a batch; where it fails on the whole, to each conversation by
+        itself."""
         conversations = [self._followed(turn, row) for row in range(len(turn.records))]
         try:
             return self._asked(conversations, turn)
@@ -121,7 +127,9 @@ class NemoRLEnvironment:
             record = turn.records[row]
             asked = [{"role": "user", "content": str(turn.prompts[row])}] if turn.prompts else []
             before = _Conversation(asked, {"ground_truth": record.answer, **record.fields})
-        return _Conversation([*before.messages, {"role": "assistant", "content": turn.responses[row]}], before.metadata)
+        return _Conversation(
+            [*before.messages, {"role": "assistant", "content": turn.responses[row]}], before.metadata
+        )
 
     def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
         # messages of its own: an environment may change what it is given
@@ -130,20 +138,31 @@ class NemoRLEnvironment:
         found = _within(lambda: self._environment.step(logs, metadata), self._timeout_s)
         return _converted(found, conversations)
 
-    def _failed(self, conversations: Sequence[_Conversation], error: Exception) -> environment.EnvironmentReturn:
+    def _failed(
+        self, conversations: Sequence[_Conversation], error: Exception
+    ) -> environment.EnvironmentReturn:
         self._tell(error)
         if isinstance(error, LOST):
             return _left_out(conversations, StopReason.LOST)
         counts = {"tool_errors": 1.0}
         if self._ends:
-            return environment.EnvironmentReturn([0.0], [True], [False], metadata=conversations, metrics=counts, reasons=[StopReason.ERROR])
+            return environment.EnvironmentReturn(
+                [0.0], [True], [False], metadata=conversations, metrics=counts, reasons=[StopReason.ERROR]
+            )
         said = {"role": "user", "content": f"Error: {type(error).__name__}: {error}"}
-        return environment.EnvironmentReturn([0.0], [False], [False], [said], _with(conversations, [said]), counts)
+        return environment.EnvironmentReturn(
+            [0.0], [False], [False], [said], _with(conversations, [said]), counts
+        )
 
     def _tell(self, error: Exception) -> None:
         self._told += 1
         if self._told <= _TOLD:
-            logger.warning("the environment %s failed: %s: %s", type(self._environment).__name__, type(error).__name__, error)
+            logger.warning(
+                "the environment %s failed: %s: %s",
+                type(self._environment).__name__,
+                type(error).__name__,
+                error,
+            )
 
 
 def _within(call: Callable[[], Any], seconds: float) -> Any:
@@ -179,46 +198,68 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
     Raises:
         BatchError: it is none, or does not fit the conversations.
     """
-    missing = [name for name in ("observations", "metadata", "rewards", "terminateds") if not hasattr(found, name)]
+    missing = [
+        name for name in ("observations", "metadata", "rewards", "terminateds") if not hasattr(found, name)
+    ]
     if missing:
-        raise BatchError(f"step returned a {type(found).__name__} without {', '.join(missing)}. Fix: return NeMo-RL's EnvironmentReturn")
+        raise BatchError(
+            f"step returned a {type(found).__name__} without {', '.join(missing)}. Fix: return NeMo-RL's "
+            "EnvironmentReturn"
+        )
     rows = len(conversations)
     rewards = torch.as_tensor(found.rewards, dtype=torch.float64)
-    sizes = {"observations": len(found.observations), "metadata": len(found.metadata), "rewards": len(rewards)}
+    sizes = {
+        "observations": len(found.observations),
+        "metadata": len(found.metadata),
+        "rewards": len(rewards),
+    }
     sizes["terminateds"] = len(found.terminateds)
     stops = getattr(found, "next_stop_strings", None) or [None] * rows
     wrong = {name: size for name, size in {**sizes, "next_stop_strings": len(stops)}.items() if size != rows}
     if wrong:
-        raise BatchError(f"step returned {wrong} for {rows} conversations. Fix: return one of each a conversation, in their order")
+        raise BatchError(
+            f"step returned {wrong} for {rows} conversations. Fix: return one of each a conversation, in "
+            "their order"
+        )
     parts: Mapping[str, list[float]] = {}
     if rewards.ndim == 2:
         parts = {f"reward{place + 1}": column for place, column in enumerate(rewards.T.tolist())}
         rewards = rewards.sum(dim=1)
     ended = [bool(each) for each in found.terminateds]
-    observations = [None if end else _message(each) for each, end in zip(found.observations, ended, strict=True)]
+    observations = [
+        None if end else _message(each) for each, end in zip(found.observations, ended, strict=True)
+    ]
     following = [
         _Conversation(each.messages if said is None else [*each.messages, said], metadata)
         for each, said, metadata in zip(conversations, observations, found.metadata, strict=True)
     ]
-    return environment.EnvironmentReturn(rewards.tolist(), ended, [False] * rows, observations, following, parts=parts, stop_strings=stops)
+    return environment.EnvironmentReturn(
+        rewards.tolist(), ended, [False] * rows, observations, following, parts=parts, stop_strings=stops
+    )
 
 
 def _message(said: Any) -> dict[str, str]:
     if not isinstance(said, Mapping) or not isinstance(said.get("content"), str):
         raise BatchError(
-            f"step goes on with the observation {repr(said)[:80]}. Fix: return a message with role and content, or terminateds = True"
+            f"step goes on with the observation {repr(said)[:80]}. Fix: return a message with role and "
+            "content, or terminateds = True"
         )
     role = said.get("role")
     return {**said, "role": role if role in _ROLES else "user"}
 
 
 def _with(conversations: Sequence[_Conversation], said: Sequence[dict[str, str]]) -> list[_Conversation]:
-    return [_Conversation([*each.messages, message], each.metadata) for each, message in zip(conversations, said, strict=True)]
+    return [
+        _Conversation([*each.messages, message], each.metadata)
+        for each, message in zip(conversations, said, strict=True)
+    ]
 
 
 def _left_out(conversations: Sequence[_Conversation], reason: StopReason) -> environment.EnvironmentReturn:
     rows = len(conversations)
-    return environment.EnvironmentReturn([None] * rows, [True] * rows, [True] * rows, metadata=conversations, reasons=[reason] * rows)
+    return environment.EnvironmentReturn(
+        [None] * rows, [True] * rows, [True] * rows, metadata=conversations, reasons=[reason] * rows
+    )
 
 
 def _row_of(turn: Turn, row: int) -> Turn:
@@ -226,7 +267,12 @@ def _row_of(turn: Turn, row: int) -> Turn:
         return [column[row]] if column else []
 
     return Turn(
-        one(turn.records), one(turn.responses), one(turn.response_ids), one(turn.metadata), one(turn.prompts), turns=one(turn.turns)
+        one(turn.records),
+        one(turn.responses),
+        one(turn.response_ids),
+        one(turn.metadata),
+        one(turn.prompts),
+        turns=one(turn.turns),
     )
 
 
@@ -241,6 +287,10 @@ def _joined(answers: Sequence[environment.EnvironmentReturn]) -> environment.Env
         for name, value in each.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
     names = dict.fromkeys(name for each in answers for name in each.parts)
-    parts = {name: [each.parts[name][0] if name in each.parts else None for each in answers] for name in names}
+    parts = {
+        name: [each.parts[name][0] if name in each.parts else None for each in answers] for name in names
+    }
     further = {name: column(name) for name in ("observations", "metadata", "reasons", "stop_strings")}
-    return environment.EnvironmentReturn(column("rewards"), column("terminated"), column("masked"), metrics=metrics, parts=parts, **further)
+    return environment.EnvironmentReturn(
+        column("rewards"), column("terminated"), column("masked"), metrics=metrics, parts=parts, **further
+    )

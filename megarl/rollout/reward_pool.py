@@ -1,12 +1,14 @@
 """A pool of processes that compute rewards, with a hard limit for each reward of a sample.
 
-A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to no harm. Each process is this
-module run as a program: it reads tasks from its standard input and writes results to what was its standard output, a JSON list a line.
-What the function prints goes to the driver's standard error, without the secrets that the driver knows. Time that is over is told to the
-function by an alarm first, since a process that goes on saves its imports; one that does not listen is killed a moment later, and another
-takes its place. Where responses take little time, several lie before a process, so that it does not wait for the driver after each; the
-time of each begins when the one before it is answered. Each answer bears the number of its task, so that none is taken for another's. What
-a function leaves behind, threads and children of its process group, ends with its process.
+A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to
+no harm. Each process is this module run as a program: it reads tasks from its standard input and writes
+results to what was its standard output, a JSON list a line. What the function prints goes to the driver's
+standard error, without the secrets that the driver knows. Time that is over is told to the function by an
+alarm first, since a process that goes on saves its imports; one that does not listen is killed a moment
+later, and another takes its place. Where responses take little time, several lie before a process, so that it
+does not wait for the driver after each; the time of each begins when the one before it is answered. Each
+answer bears the number of its task, so that none is taken for another's. What a function leaves behind,
+threads and children of its process group, ends with its process.
 """
 
 from __future__ import annotations
@@ -55,19 +57,23 @@ START_SECONDS = 300.0
 """How long a process may take to start and to import what the function needs, from when it is waited for."""
 
 STARTS = 3
-"""Of a process in a row that may end before one is ready: something else may have killed it, such as the kernel for want of memory."""
+"""Of a process in a row that may end before one is ready: something else may have killed it, such as the
+kernel for want of memory."""
 
 GRACE_SECONDS = 1.0
 """Between the alarm and the kill."""
 
 _POLL_SECONDS = 0.5
-"""Between looks at whether each process is still there. One whose forked child holds the pipe open does not end it."""
+"""Between looks at whether each process is still there. One whose forked child holds the pipe open does not
+end it."""
 
 _AHEAD_SECONDS = 0.05
-"""Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without keeping a process idle."""
+"""Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without
+keeping a process idle."""
 
 _PIPE_BYTES = 1 << 18
-"""That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of an answer."""
+"""That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of
+an answer."""
 
 _STANDARD_ERROR = 2
 
@@ -76,12 +82,20 @@ _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 
 _READY, _VALUE, _UNUSABLE = "ready", "value", "unusable"
 _IMPORTS = "imports"
-"""Kind of a line that says whether the function of the present task is importing a module, which does not count against its time."""
+"""Kind of a line that says whether the function of the present task is importing a module, which does not
+count against its time."""
 
 
 _OF_THE_MACHINE = frozenset(
     {
-        *(errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ETIMEDOUT),
+        *(
+            errno.ECONNREFUSED,
+            errno.EHOSTUNREACH,
+            errno.ENETUNREACH,
+            errno.EHOSTDOWN,
+            errno.ENETDOWN,
+            errno.ETIMEDOUT,
+        ),
         *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.ESTALE),
     }
 )
@@ -100,8 +114,9 @@ class Score:
 
     Attributes:
         value: the reward; None where there is none.
-        fault: why there is none: ``error`` (it raised, returned no finite number, or its process died), ``timeout``, or ``outage``, which
-            no response can cause (a scorer or the machine is at fault, or an import).
+        fault: why there is none: ``error`` (it raised, returned no finite number, or its process died),
+            ``timeout``, or ``outage``, which no response can cause (a scorer or the machine is at fault, or
+            an import).
         message: the fault in words.
         trace: traceback of what the function raised; empty where the message says all.
         accuracy: whether the response is right, 0 to 1, where the function says so beside the reward.
@@ -178,7 +193,8 @@ class RewardPool:
     def _hear(self, place: int, waiting: deque[int], scores: dict[int, Score], given_twice: set[int]) -> None:
         """Take what one process has said, and replace it if it is of no more use.
 
-        What it has said comes before its deadline: a driver that was held up must not call an answer late that has long been there.
+        What it has said comes before its deadline: a driver that was held up must not call an answer late
+        that has long been there.
         """
         process = self._processes[place]
         process.receive()
@@ -209,7 +225,8 @@ class RewardPool:
             process.expect_start()
 
     def _check_start(self, place: int) -> None:
-        """Count a process that ended before it was ready, and refuse the last of ``STARTS`` in a row, or one that takes too long.
+        """Count a process that ended before it was ready, and refuse the last of ``STARTS`` in a row, or one
+        that takes too long.
 
         Raises:
             RewardError: it is the last, or takes too long.
@@ -219,7 +236,10 @@ class RewardPool:
             self._failed_starts[place] = 0
         elif process.has_ended and self._failed_starts[place] + 1 < STARTS:
             self._failed_starts[place] += 1
-            logger.warning("a process of rewards ended before it was ready, with %s; another takes its place", process.exit_code())
+            logger.warning(
+                "a process of rewards ended before it was ready, with %s; another takes its place",
+                process.exit_code(),
+            )
         else:
             process.check_start()
 
@@ -232,7 +252,8 @@ class RewardPool:
             self._sent += 1
 
     def _has_room(self, process: _Process, waiting: int) -> bool:
-        """Whether another task may lie before a process: work of ``_AHEAD_SECONDS``, and less towards the end."""
+        """Whether another task may lie before a process: work of ``_AHEAD_SECONDS``, and less towards the
+        end."""
         if not process.given:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
@@ -240,7 +261,8 @@ class RewardPool:
         return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
 
     def _wait_for_news(self) -> Iterable[int]:
-        """Sleep until a process has something to say, can be told more, or a deadline is over; the places of such processes.
+        """Sleep until a process has something to say, can be told more, or a deadline is over; the places of
+        such processes.
 
         All places where some time has gone by since.
         """
@@ -286,9 +308,15 @@ class RewardPool:
 
 
 def _as_told(spec: RewardSpec) -> list[Any]:
-    """Return a reward as a process is told of it, with the function itself where ``megarl.train`` was given one."""
+    """Return a reward as a process is told of it, with the function itself where ``megarl.train`` was given
+    one."""
     pickled = pickled_object(spec.name)
-    return [spec.name, dict(spec.options), spec.timeout_s, None if pickled is None else base64.b64encode(pickled).decode()]
+    return [
+        spec.name,
+        dict(spec.options),
+        spec.timeout_s,
+        None if pickled is None else base64.b64encode(pickled).decode(),
+    ]
 
 
 def _read_told(line: bytes) -> list[RewardSpec]:
@@ -329,12 +357,14 @@ class _Process:
         specs: of the reward functions.
         teller: passes on what it prints, until nobody is there any more who could.
         given: the tasks that it has, of which it works on the first.
-        finished: those that it has answered since the pool last looked, with their scores and the seconds that each took.
+        finished: those that it has answered since the pool last looked, with their scores and the seconds
+            that each took.
         deadline: when its start or the first of its tasks is over, by the monotonic clock.
         is_ready: it has imported what it needs.
         has_ended: it is gone, or has said what was not asked for and cannot be trusted with more.
         unsent: what the pipe to it has not taken yet.
-        paused_s: seconds that the first of its tasks had left when it began to import something; None while it does not.
+        paused_s: seconds that the first of its tasks had left when it began to import something; None while
+            it does not.
     """
 
     child: subprocess.Popen[bytes]
@@ -355,10 +385,17 @@ class _Process:
         dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
         command = [sys.executable, "-m", "megarl.rollout.reward_pool", *dies_with]
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
         )
         assert child.stderr is not None
-        teller = threading.Thread(target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True)
+        teller = threading.Thread(
+            target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True
+        )
         teller.start()
         # not on its command line, which everybody on the machine may read: an address may hold a password
         told = json.dumps([_as_told(spec) for spec in specs]).encode() + b"\n"
@@ -399,9 +436,13 @@ class _Process:
         if self.is_ready:
             return
         if self.has_ended:
-            raise RewardError(f"a process for {REWARD} = {self._names()} ended before it was ready, with {self.exit_code()}")
+            raise RewardError(
+                f"a process for {REWARD} = {self._names()} ended before it was ready, with {self.exit_code()}"
+            )
         if time.monotonic() > self.deadline:
-            raise RewardError(f"a process for {REWARD} = {self._names()} did not start within {START_SECONDS:g} s")
+            raise RewardError(
+                f"a process for {REWARD} = {self._names()} did not start within {START_SECONDS:g} s"
+            )
 
     def send(self, given: _Given, task: Task) -> None:
         """Give it a task; its time begins when those before it are answered."""
@@ -409,14 +450,27 @@ class _Process:
         if len(self.given) == 1:
             self._begin()
         # a field of a record may be a date, or an array
-        line = [given.number, given.which, task.response, task.answer, task.length, task.prompt, task.record, task.is_chat]
+        line = [
+            given.number,
+            given.which,
+            task.response,
+            task.answer,
+            task.length,
+            task.prompt,
+            task.record,
+            task.is_chat,
+        ]
         self.unsent += json.dumps(line, default=str).encode() + b"\n"
         self.send_more()
 
     def _begin(self) -> None:
         """Begin to wait for the first of its tasks, or for nothing."""
         self.paused_s = None
-        self.deadline = time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS if self.given else math.inf
+        self.deadline = (
+            time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS
+            if self.given
+            else math.inf
+        )
 
     def _pause(self, begins: bool) -> None:
         """Grant the first of its tasks the time that an import takes, as at the start of a process."""
@@ -512,7 +566,8 @@ class _Process:
 
 
 def _pass_on(stream: IO[bytes]) -> None:
-    """Show what a process writes, line by line, on standard error, until its last writer is gone; run by a thread."""
+    """Show what a process writes, line by line, on standard error, until its last writer is gone; run by a
+    thread."""
     lines = LineRedactor()
     with stream:
         while data := stream.read(1 << 16):
@@ -530,7 +585,9 @@ def _show(text: str) -> None:
 
 
 def _late(spec: RewardSpec) -> Score:
-    return Score(None, "timeout" if spec.blames_answer else "outage", f"no answer within {spec.timeout_s:g} s")
+    return Score(
+        None, "timeout" if spec.blames_answer else "outage", f"no answer within {spec.timeout_s:g} s"
+    )
 
 
 def _place_of(error: BaseException) -> str:
@@ -538,26 +595,34 @@ def _place_of(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    return (
+        "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    )
 
 
 def _is_outage(error: BaseException | None) -> bool:
-    """Whether no response can have caused what a reward function raised: nobody answers where it asks, or the machine is full."""
+    """Whether no response can have caused what a reward function raised: nobody answers where it asks, or the
+    machine is full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         # Chains of causes may be circles.
         seen.add(id(error))
-        if isinstance(error, RewardOutageError | socket.gaierror) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE):
+        if isinstance(error, RewardOutageError | socket.gaierror) or (
+            isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+        ):
             return True
         if isinstance(error, ImportError):
             return _is_of_a_file(error)
         reason = getattr(error, "reason", None)
-        error = error.__cause__ or error.__context__ or (reason if isinstance(reason, BaseException) else None)
+        error = (
+            error.__cause__ or error.__context__ or (reason if isinstance(reason, BaseException) else None)
+        )
     return False
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Whether the import that failed stands in a file; a program of a response that a function runs has none."""
+    """Whether the import that failed stands in a file; a program of a response that a function runs has
+    none."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # what imports for others: Python, and ``_imports_told``
     importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
@@ -585,7 +650,9 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     except BaseException as error:
         fault: Literal["error", "outage"] = "outage" if _is_outage(error) else "error"
         # a scorer that is down comes back; a module that is missing does not
-        is_of_code = isinstance(error, ImportError) or (fault == "error" and not isinstance(error, RewardError))
+        is_of_code = isinstance(error, ImportError) or (
+            fault == "error" and not isinstance(error, RewardError)
+        )
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:] if is_of_code else ""
         return Score(None, fault, f"{type(error).__name__}: {error}{_place_of(error)}", trace=trace)
     # "not <=" and no ">", so that NaN is refused too.
@@ -599,8 +666,8 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
 
 
 def main() -> None:
-    """Serve tasks until standard input ends, whose first line says of which rewards. What the functions and their own processes find there
-    is empty."""
+    """Serve tasks until standard input ends, whose first line says of which rewards. What the functions and
+    their own processes find there is empty."""
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -650,10 +717,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Stop the clock while the block imports a module for the first time: the first response alone would pay for it, and time out.
+    """Stop the clock while the block imports a module for the first time: the first response alone would pay
+    for it, and time out.
 
     Args:
-        tell: told that an import begins, True, and that it is over, False. Imports inside of one are part of it.
+        tell: told that an import begins, True, and that it is over, False. Imports inside of one are part of
+            it.
     """
     original, main, importing = builtins.__import__, threading.current_thread(), False
 
@@ -681,18 +750,20 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _is_there(name: str, wanted: Iterable[str]) -> bool:
-    """Whether a module has been imported, with what is wanted from it: a package may import its parts when they are asked for."""
+    """Whether a module has been imported, with what is wanted from it: a package may import its parts when
+    they are asked for."""
     return name in sys.modules and all(each in vars(sys.modules[name]) for each in wanted if each != "*")
 
 
 def _judges() -> bool:
-    """Whether mathematics can be judged; the imports for it take more time than an answer. A library that has changed would raise errors,
-    which count as answers that are no mathematics."""
+    """Whether mathematics can be judged; the imports for it take more time than an answer. A library that has
+    changed would raise errors, which count as answers that are no mathematics."""
     return math_verify("1", "1") == 1.0
 
 
 def _die_with_the_parent() -> None:
-    """Ask Linux to kill this process when its parent is gone: a function that hangs would never see that standard input ended."""
+    """Ask Linux to kill this process when its parent is gone: a function that hangs would never see that
+    standard input ended."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, 9)

@@ -1,8 +1,8 @@
 """Reward functions: the built-in ones by name, and a user's own by import path.
 
-A user's function says by the names of its parameters what it takes (``megarl.config.reward_arguments``): the response, the reference
-answer, the prompt, the record. It returns a number, or a dictionary with the number under ``score`` and, under ``acc``, whether the
-response is right (0 to 1), which validation reports::
+A user's function says by the names of its parameters what it takes (``megarl.config.reward_arguments``): the
+response, the reference answer, the prompt, the record. It returns a number, or a dictionary with the number
+under ``score`` and, under ``acc``, whether the response is right (0 to 1), which validation reports::
 
     def reward(response: str, answer: str) -> float:
         return float(answer in response)
@@ -11,13 +11,15 @@ response is right (0 to 1), which validation reports::
         right = record["answer"] in response
         return {"score": right - 0.1 * ("sorry" in response), "acc": right}
 
-Functions written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``), TRL (``completions, **columns``, lists
-of one) and verifiers (``completion, answer, state``) work as they are.
+Functions written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``), TRL
+(``completions, **columns``, lists of one) and verifiers (``completion, answer, state``) work as they are.
 
-``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names it. ``record`` has ``answer``, ``index`` and the fields of the
-data record, as far as the data set keeps them. An attribute ``fault_of_reference`` of the function, where it has one, is called with every
-reference answer when the data are read, and says why an answer is of no use, or returns None. An attribute ``final_answer``,
-``(response) -> str | None``, says what a response answers in the end, so that a validation can report the answer of the majority.
+``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names it. ``record`` has ``answer``,
+``index`` and the fields of the data record, as far as the data set keeps them. An attribute
+``fault_of_reference`` of the function, where it has one, is called with every reference answer when the data
+are read, and says why an answer is of no use, or returns None. An attribute ``final_answer``, ``(response) ->
+str | None``, says what a response answers in the end, so that a validation can report the answer of the
+majority.
 """
 
 from __future__ import annotations
@@ -54,10 +56,12 @@ _LONGEST_PAUSE = 0.5
 """Seconds before the second request at most."""
 
 _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
-"""Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the scorer and the way there."""
+"""Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the
+scorer and the way there."""
 
 _SHARE_OF_TESTS = 0.9
-"""Of the time for a response that its tests may take where each counts; the rest is for what is around them."""
+"""Of the time for a response that its tests may take where each counts; the rest is for what is around
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +103,16 @@ class RewardSpec:
     def of_section(cls, section: RewardConfig) -> RewardSpec:
         """The reward that a section of a configuration names (``rewards_of``)."""
         name = section["reward"]
-        return cls(name, {key: at(section, key) for key in OPTIONS.get(name, ()) if key in section}, section["timeout_s"])
+        return cls(
+            name,
+            {key: at(section, key) for key in OPTIONS.get(name, ()) if key in section},
+            section["timeout_s"],
+        )
 
     @property
     def blames_answer(self) -> bool:
-        """Whether an answer that it does not judge in time is a bad answer; the silence of a scorer elsewhere has another cause."""
+        """Whether an answer that it does not judge in time is a bad answer; the silence of a scorer elsewhere
+        has another cause."""
         return self.name != "http"
 
 
@@ -113,16 +122,17 @@ class Reward:
 
     Attributes:
         judge: the number, or a mapping with ``score`` and ``acc``, of a task.
-        fault_of_reference: why a reference answer is of no use, a ``Doubt`` about one that is, or None; itself None where every answer is
-            of use.
+        fault_of_reference: why a reference answer is of no use, a ``Doubt`` about one that is, or None;
+            itself None where every answer is of use.
         is_immediate: it neither fails nor hangs nor takes long, so that the driver may compute it.
         wants_record: it reads the prompt and the record of a task.
-        tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a reward.
+        tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a
+            reward.
         notice: what a user has to know before it is used; empty for nothing.
-        final_answer: what a response answers in the end, as a text that equal answers share, by which a majority votes; None where it has
-            no answer. Itself None where the reward knows of none.
-        settled: options beside those of the configuration that the driver has decided, for the processes of the pool, of which each would
-            find out by itself otherwise, and perhaps something else.
+        final_answer: what a response answers in the end, as a text that equal answers share, by which a
+            majority votes; None where it has no answer. Itself None where the reward knows of none.
+        settled: options beside those of the configuration that the driver has decided, for the processes of
+            the pool, of which each would find out by itself otherwise, and perhaps something else.
     """
 
     judge: Callable[[Task], Any]
@@ -143,7 +153,12 @@ def _exact_match(strip: bool = True) -> Reward:
             is_immediate=True,
             final_answer=str.strip,
         )
-    return Reward(lambda task: float(task.response == task.answer), _fault_of_no_text, is_immediate=True, final_answer=str)
+    return Reward(
+        lambda task: float(task.response == task.answer),
+        _fault_of_no_text,
+        is_immediate=True,
+        final_answer=str,
+    )
 
 
 def _fault_of_no_text(answer: str) -> str | None:
@@ -152,7 +167,11 @@ def _fault_of_no_text(answer: str) -> str | None:
 
 def _math(math_verify_impl: str = "hf_math_verify") -> Reward:
     if math_verify_impl == "dapo_math_verify":
-        return Reward(lambda task: answers.dapo_match(task.response, task.answer), answers.fault_of_text, final_answer=answers.dapo_answer)
+        return Reward(
+            lambda task: answers.dapo_match(task.response, task.answer),
+            answers.fault_of_text,
+            final_answer=answers.dapo_answer,
+        )
     return Reward(
         lambda task: mathematics.math_verify(task.response, task.answer),
         mathematics.fault_of_reference,
@@ -169,15 +188,25 @@ def _gsm8k(gsm8k_method: str = "strict") -> Reward:
 
 
 def _multichoice() -> Reward:
-    return Reward(lambda task: answers.multichoice(task.response, task.answer), answers.fault_of_choice, final_answer=answers.chosen_letter)
+    return Reward(
+        lambda task: answers.multichoice(task.response, task.answer),
+        answers.fault_of_choice,
+        final_answer=answers.chosen_letter,
+    )
 
 
 def _format(pattern: str | None = None) -> Reward:
     if pattern is None:
         # chat templates of reasoning models end the prompt in <think>
-        return Reward(lambda task: answers.thinks_first(task.response, task.prompt), wants_record=True, tells_right_from_wrong=False)
+        return Reward(
+            lambda task: answers.thinks_first(task.response, task.prompt),
+            wants_record=True,
+            tells_right_from_wrong=False,
+        )
     wanted = re.compile(pattern, re.DOTALL)
-    return Reward(lambda task: float(wanted.fullmatch(task.response) is not None), tells_right_from_wrong=False)
+    return Reward(
+        lambda task: float(wanted.fullmatch(task.response) is not None), tells_right_from_wrong=False
+    )
 
 
 def _length(max_response_length: int) -> Reward:
@@ -194,7 +223,8 @@ def _shaping(judge: Callable[[Task], float]) -> Reward:
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """Soft penalty for long responses: 0 up to longest - buffer tokens, falling to -1 at the longest (DAPO, arXiv 2503.14476, eq. 13).
+    """Soft penalty for long responses: 0 up to longest - buffer tokens, falling to -1 at the longest (DAPO,
+    arXiv 2503.14476, eq. 13).
 
     Args:
         length: tokens of the response.
@@ -219,24 +249,34 @@ def _code(
     isolated: bool | None = None,
     bubblewrap: str = "",
 ) -> Reward:
-    """The reward ``code``; ``isolated`` is what the driver has decided, with ``bubblewrap``; None where this process is to decide.
+    """The reward ``code``; ``isolated`` is what the driver has decided, with ``bubblewrap``; None where this
+    process is to decide.
 
-    Where it is decided, a program that cannot be isolated later on is not run: that raises a RewardError for its sample.
+    Where it is decided, a program that cannot be isolated later on is not run: that raises a RewardError for
+    its sample.
     """
     fault = None
     if isolated is None:
         fault, bubblewrap = programs.isolation()
     if fault is not None and isolation == "required":
         fix = (
-            "allow user namespaces on the driver's machine, or install bubblewrap there, or write preferred, with which programs could "
+            "allow user namespaces on the driver's machine, or install bubblewrap there, or write "
+            "preferred, with which programs could "
             "reach the network, write files and end other processes"
         )
-        raise ConfigError([Violation("env.isolation", isolation, f"programs of a model cannot be isolated here: {fault}", fix)])
+        raise ConfigError(
+            [
+                Violation(
+                    "env.isolation", isolation, f"programs of a model cannot be isolated here: {fault}", fix
+                )
+            ]
+        )
     if isolated is None:
         isolated = fault is None
     limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated, bubblewrap)
     notice = (
-        f"programs of the model are not isolated ({fault}): they could read the expected outputs, reach the network, write files and end "
+        f"programs of the model are not isolated ({fault}): they could read the expected outputs, reach the "
+        "network, write files and end "
         "other processes"
         if fault
         else programs.notice_of_user()
@@ -264,7 +304,8 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "code": _code,
     }
 )
-"""Built-in rewards by the name that ``env.reward`` takes; each is made with its options (``RewardOptions``)."""
+"""Built-in rewards by the name that ``env.reward`` takes; each is made with its options
+(``RewardOptions``)."""
 
 
 def get_reward(spec: RewardSpec) -> Reward:
@@ -286,7 +327,11 @@ def _of_function(function: Callable[..., Any]) -> Reward:
 
     def judge(task: Task) -> Any:
         # Functions for verifiers and TRL index messages of a chat, and take a text otherwise.
-        said: Any = [{"role": "assistant", "content": task.response}] if task.is_chat and arguments.takes_messages else task.response
+        said: Any = (
+            [{"role": "assistant", "content": task.response}]
+            if task.is_chat and arguments.takes_messages
+            else task.response
+        )
         # A copy: a function may change its arguments.
         record = dict(task.record)
         values = {
@@ -334,7 +379,9 @@ def verdict(value: Any) -> tuple[float, float | None]:
     if "score" not in value:
         raise VerdictError(f"it returned the keys {', '.join(map(str, value))}, and score is wanted")
     accuracy = value.get("acc")
-    return _number(value["score"], "a number as score"), None if accuracy is None else _number(accuracy, "a number as acc")
+    return _number(value["score"], "a number as score"), None if accuracy is None else _number(
+        accuracy, "a number as acc"
+    )
 
 
 class VerdictError(ValueError):
@@ -359,11 +406,13 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
-    """Ask a scorer over HTTP and return its reply: it gets ``{"prompt", "response", "answer", "record"}`` as JSON by POST.
+    """Ask a scorer over HTTP and return its reply: it gets ``{"prompt", "response", "answer", "record"}`` as
+    JSON by POST.
 
-    A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried again, each time after a pause
-    twice as long. A reply that comes byte by byte is left to the time limit of the pool, one that ends early is none. A redirection is
-    refused: to follow it would ask without the question.
+    A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried
+    again, each time after a pause twice as long. A reply that comes byte by byte is left to the time limit of
+    the pool, one that ends early is none. A redirection is refused: to follow it would ask without the
+    question.
 
     Args:
         url: of the scorer.
@@ -378,7 +427,12 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         RewardOutageError: the scorer cannot be reached, is busy or silent, or refuses whatever it is asked.
         RewardError: it breaks off its replies to this question, refuses it, or says what is no JSON.
     """
-    question = {"prompt": task.prompt, "response": task.response, "answer": task.answer, "record": dict(task.record)}
+    question = {
+        "prompt": task.prompt,
+        "response": task.response,
+        "answer": task.answer,
+        "record": dict(task.record),
+    }
     # text of a model may hold halves of surrogate pairs, which JSON writes as escapes
     body = json.dumps(question).encode("ascii")
     # all pauses together are less than half of the time
@@ -392,12 +446,16 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         try:
             with _opener().open(request, timeout=each_s) as reply:
                 said = reply.read(_LARGEST_REPLY)
-                # of a read of so many bytes, http.client does not say that the reply ended before its Content-Length
+                # of a read of so many bytes, http.client does not say that the reply ended before its
+                # Content-Length
                 if reply.length and len(said) < _LARGEST_REPLY:
                     raise http.client.IncompleteRead(said, reply.length)
                 return json.loads(said)
         except urllib.error.HTTPError as error:
-            fault, kind = f"status {error.code}", RewardError if error.code in _OF_THE_QUESTION else RewardOutageError
+            fault, kind = (
+                f"status {error.code}",
+                RewardError if error.code in _OF_THE_QUESTION else RewardOutageError,
+            )
             # Request Timeout and Too Many Requests pass; other 4xx stay what they are however often they are
             # asked.
             if error.code not in (408, 429) and error.code < 500:
@@ -408,5 +466,11 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
             # it was reached: that it breaks off each time may be what this response does to it
             fault, kind = f"{type(error).__name__}: {error}", RewardError
         except (ValueError, RecursionError) as error:
-            raise RewardError(f"the scorer at {url} did not reply with JSON: {error}. Fix: have it return a number or an object") from error
-    raise kind(f"the scorer at {url} gave no score in {attempt + 1} attempts ({fault}). Fix: see whether it is up and takes the request")
+            raise RewardError(
+                f"the scorer at {url} did not reply with JSON: {error}. Fix: have it return a number or an "
+                "object"
+            ) from error
+    raise kind(
+        f"the scorer at {url} gave no score in {attempt + 1} attempts ({fault}). Fix: see whether it is up "
+        "and takes the request"
+    )

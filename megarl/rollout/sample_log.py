@@ -1,4 +1,5 @@
-"""Sample log: what the samples of a step or a validation are in the run's sample files, and which of them are kept."""
+"""Sample log: what the samples of a step or a validation are in the run's sample files, and which of them are
+kept."""
 
 from __future__ import annotations
 
@@ -32,18 +33,19 @@ if TYPE_CHECKING:
 class SampleLog:
     """Sample log of a run.
 
-    A sample is ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number among the answers to it),
-    ``record`` (place of the prompt in its data), ``source``, ``env``, ``prompt`` (as the policy saw it, with special tokens), ``answer``
-    (without), ``reference``, ``reward``, ``rewards`` (its parts by name, without weights), ``accuracy``, ``advantage``, ``length``
-    (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
-    of the log-probabilities of engine and policy), ``weight_version`` (steps of training behind the oldest weights that sampled any
-    of it; where refits may come in between, ``newest_weight_version`` too) and, where they are asked for, ``prompt_ids`` and
-    ``answer_ids``.
-    Of a conversation of several turns ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are
-    ``turns`` (``role``, assistant or environment, and ``text``; of the assistant's also ``reward``; of what the environment says where
-    another segment begins, ``segment``, its number) and ``ended`` (``StopReason``).
-    What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite number is the text ``inf``. Texts
-    longer than ``max_characters`` lose their middle.
+    A sample is ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number
+    among the answers to it), ``record`` (place of the prompt in its data), ``source``, ``env``, ``prompt``
+    (as the policy saw it, with special tokens), ``answer`` (without), ``reference``, ``reward``, ``rewards``
+    (its parts by name, without weights), ``accuracy``, ``advantage``, ``length`` (tokens of the answer),
+    ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute
+    difference of the log-probabilities of engine and policy), ``weight_version`` (steps of training behind
+    the oldest weights that sampled any of it; where refits may come in between, ``newest_weight_version``
+    too) and, where they are asked for, ``prompt_ids`` and ``answer_ids``. Of a conversation of several turns
+    ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are ``turns``
+    (``role``, assistant or environment, and ``text``; of the assistant's also ``reward``; of what the
+    environment says where another segment begins, ``segment``, its number) and ``ended`` (``StopReason``).
+    What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite
+    number is the text ``inf``. Texts longer than ``max_characters`` lose their middle.
 
     Attributes:
         files: where they go.
@@ -71,8 +73,9 @@ class SampleLog:
             step: of the run.
             rollouts: B samples, those of one prompt next to each other.
             advantages: [B] float.
-            scored: a row a sample: ``prev_logprobs`` of the policy before its update, ``generation_logprobs``, ``token_mask`` [B, S] and
-                ``sample_mask`` [B]. Without the first, nobody computed them.
+            scored: a row a sample: ``prev_logprobs`` of the policy before its update,
+                ``generation_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B]. Without the first,
+                nobody computed them.
             sources: of the training data.
         """
         if step != 1 and step % self.section["period"]:
@@ -81,10 +84,14 @@ class SampleLog:
         known: dict[str, Tensor] = {"advantage": advantages[:number]}
         if scored is not None and "prev_logprobs" in scored:
             mask = scored["token_mask"][:number] * scored["sample_mask"][:number].unsqueeze(1)
-            known["mismatch"] = row_mismatch(scored["generation_logprobs"][:number], scored["prev_logprobs"][:number], mask)
+            known["mismatch"] = row_mismatch(
+                scored["generation_logprobs"][:number], scored["prev_logprobs"][:number], mask
+            )
         self._write(TRAIN, step, self._rows(rollouts, number, {"step": step, "set": None}, known, sources))
 
-    def validation(self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()) -> None:
+    def validation(
+        self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()
+    ) -> None:
         """Keep the first samples of each set of a validation. An only set has no name there.
 
         Args:
@@ -95,7 +102,10 @@ class SampleLog:
         rows: list[dict[str, Any]] = []
         for each in validated:
             name = each.plan.name if len(validated) > 1 else None
-            left, group = self._number("num_validation_samples", sum(len(batch.records) for batch in each.batches)), 0
+            left, group = (
+                self._number("num_validation_samples", sum(len(batch.records) for batch in each.batches)),
+                0,
+            )
             for batch in each.batches:
                 number = min(left, len(batch.records))
                 found = self._rows(batch, number, {"step": step, "set": name}, {}, sources, group)
@@ -114,7 +124,8 @@ class SampleLog:
         return there if wanted is None else min(wanted, there)
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:
-        """Return a response as a person wants to see it: Harmony's with the messages that rewards do not read."""
+        """Return a response as a person wants to see it: Harmony's with the messages that rewards do not
+        read."""
         if not is_harmony(self.tokenizer):
             return str(samples["response_text"][row])
         start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
@@ -128,7 +139,9 @@ class SampleLog:
         samples, earlier = rollouts.samples, rollouts.earlier
         rows: list[tuple[Mapping[str, Any], int]] = [(samples, row)]
         if earlier is not None:
-            rows = [(earlier, number) for number in (earlier["response"] == row).nonzero().squeeze(1).tolist()] + rows
+            rows = [
+                (earlier, number) for number in (earlier["response"] == row).nonzero().squeeze(1).tolist()
+            ] + rows
         turns: list[dict[str, Any]] = []
         for segment, (columns, number) in enumerate(rows):
             turns += self._turns(columns, number, segment + 1)
@@ -146,7 +159,9 @@ class SampleLog:
         borders = [0, *((sampled[1:] != sampled[:-1]).nonzero().squeeze(1) + 1).tolist(), len(ids)]
         opening = int(samples["opening"][row]) if segment > 1 else 0
         text = self._decoded(samples["input_ids"][row, start - opening : start])
-        turns: list[dict[str, Any]] = [{"role": "environment", "text": text, "segment": segment}] if opening else []
+        turns: list[dict[str, Any]] = (
+            [{"role": "environment", "text": text, "segment": segment}] if opening else []
+        )
         turns += [
             {"role": "assistant" if sampled[first] else "environment", "text": self._decoded(ids[first:last])}
             for first, last in pairwise(borders)
@@ -163,15 +178,26 @@ class SampleLog:
         sources: Sequence[SourceRange],
         first_group: int = 0,
     ) -> list[dict[str, Any]]:
-        """The first ``number`` samples. Texts and plain numbers alone, so that what is written later keeps no tensor alive."""
+        """The first ``number`` samples. Texts and plain numbers alone, so that what is written later keeps no
+        tensor alive."""
         samples, limit = rollouts.samples, self.section["max_characters"]
         masked = (samples["sample_mask"][:number] == 0).tolist()
         columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
-        versions = samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
+        versions = (
+            samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
+        )
         newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
-        judged = {name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan) for name in _JUDGED if name in samples}
+        judged = {
+            name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
+            for name in _JUDGED
+            if name in samples
+        }
         figures = {name: _numbers(values) for name, values in {**known, **judged}.items()}
-        parts = {name.removeprefix(PART): _numbers(samples[name][:number]) for name in samples if name.startswith(PART)}
+        parts = {
+            name.removeprefix(PART): _numbers(samples[name][:number])
+            for name in samples
+            if name.startswith(PART)
+        }
         rows: list[dict[str, Any]] = []
         before: Example | None = None
         prompt, group, generation = "", first_group - 1, 0
@@ -187,7 +213,9 @@ class SampleLog:
                     "group": group,
                     "generation": generation,
                     "record": record.index,
-                    "source": next((source.name for source in sources if source.start <= record.index < source.end), None),
+                    "source": next(
+                        (source.name for source in sources if source.start <= record.index < source.end), None
+                    ),
                     "env": record.env_name,
                     "prompt": shorten(prompt, limit),
                     "answer": shorten(self._response(samples, row), limit),
@@ -217,6 +245,7 @@ def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
 
 
 def _numbers(values: Tensor) -> list[float | str | None]:
-    """Numbers as JSON has them, in as few digits as give the same float32 back; None for NaN, ``inf`` or ``-inf`` for what is infinite."""
+    """Numbers as JSON has them, in as few digits as give the same float32 back; None for NaN, ``inf`` or
+    ``-inf`` for what is infinite."""
     plain: list[float | str | None] = [float(str(value)) for value in values.detach().float().numpy()]
     return [value if np.isfinite(value) else None if np.isnan(value) else str(value) for value in plain]  # type: ignore[arg-type]

@@ -19,14 +19,23 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
-    """The seeds of a step's answers, those of one prompt next to each other; a prompt counts by its place in the step."""
-    return [sampling_seed(run_seed, step, prompt, sample) for prompt in range(num_prompts) for sample in range(num_generations)]
+    """The seeds of a step's answers, those of one prompt next to each other; a prompt counts by its place in
+    the step."""
+    return [
+        sampling_seed(run_seed, step, prompt, sample)
+        for prompt in range(num_prompts)
+        for sample in range(num_generations)
+    ]
 
 
-def seeds_from(run_seed: int, ordinal: int, num_prompts: int, num_generations: int, prompts_per_step: int) -> list[int]:
-    """The seeds of the answers to consecutive prompts, those of one prompt next to each other; a prompt counts by its ordinal in the run.
+def seeds_from(
+    run_seed: int, ordinal: int, num_prompts: int, num_generations: int, prompts_per_step: int
+) -> list[int]:
+    """The seeds of the answers to consecutive prompts, those of one prompt next to each other; a prompt
+    counts by its ordinal in the run.
 
-    Where every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of ``sampling_seeds``.
+    Where every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of
+    ``sampling_seeds``.
 
     Args:
         run_seed: of the run.
@@ -35,20 +44,29 @@ def seeds_from(run_seed: int, ordinal: int, num_prompts: int, num_generations: i
         prompts_per_step: prompts that a step trains on.
     """
     places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
-    return [sampling_seed(run_seed, step + 1, place, sample) for step, place in places for sample in range(num_generations)]
+    return [
+        sampling_seed(run_seed, step + 1, place, sample)
+        for step, place in places
+        for sample in range(num_generations)
+    ]
 
 
 def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:
     """The seeds of the answers to a validation set, those of one prompt next to each other.
 
-    They depend on the name of the set and the places of prompt and answer alone, so that every validation of every run draws alike and
-    ``megarl eval`` finds the figures of a step again.
+    They depend on the name of the set and the places of prompt and answer alone, so that every validation of
+    every run draws alike and ``megarl eval`` finds the figures of a step again.
     """
-    return [seed_of(f"validation:{name}:{prompt}:{sample}") for prompt in range(num_prompts) for sample in range(num_generations)]
+    return [
+        seed_of(f"validation:{name}:{prompt}:{sample}")
+        for prompt in range(num_prompts)
+        for sample in range(num_generations)
+    ]
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """The seed of a later response of a conversation, in [0, 2**63); that of the first one is ``sampling_seed``."""
+    """The seed of a later response of a conversation, in [0, 2**63); that of the first one is
+    ``sampling_seed``."""
     return seed_of(f"{seed}:{turn}")
 
 
@@ -67,9 +85,10 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
         mask: [B, S], not 0 on the tokens that count.
 
     Returns:
-        Over these tokens: ``mismatch_mean`` and ``mismatch_max`` of the absolute difference, ``mismatch_share_above_0.05`` of the tokens,
-        and ``token_mult_prob_error``, the mean of exp(|difference|). A difference that is not a number is counted as infinite. Without
-        any token 0, 0, 0 and 1.
+        Over these tokens: ``mismatch_mean`` and ``mismatch_max`` of the absolute difference,
+            ``mismatch_share_above_0.05`` of the tokens,
+        and ``token_mult_prob_error``, the mean of exp(|difference|). A difference that is not a number is
+        counted as infinite. Without any token 0, 0, 0 and 1.
     """
     counted = mask.reshape(-1).nonzero().squeeze(1)
     difference = _differences(generation.reshape(-1)[counted], policy.reshape(-1)[counted])
@@ -84,7 +103,8 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
 
 
 def effective_share(log_weights: Tensor, mask: Tensor) -> float:
-    """The effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum w^2); 1 of none.
+    """The effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum w^2); 1
+    of none.
 
     Args:
         log_weights: [B, S] float, logarithms of the weights.
@@ -119,19 +139,28 @@ def _differences(generation: Tensor, policy: Tensor) -> Tensor:
 
 
 def masked_far_apart(
-    generation: Tensor, policy: Tensor, token_mask: Tensor, sample_mask: Tensor, threshold: float, step: int, section: str = "grpo"
+    generation: Tensor,
+    policy: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    threshold: float,
+    step: int,
+    section: str = "grpo",
 ) -> tuple[Tensor, dict[str, float]]:
-    """A sample mask without the sequences whose log-probabilities of generation and training are too far apart.
+    """A sample mask without the sequences whose log-probabilities of generation and training are too far
+    apart.
 
     Args:
         generation, policy: [B, S] float, as for ``mismatch_metrics``.
         token_mask: [B, S].
         sample_mask: [B].
-        threshold: of a sequence's mean over tokens of exp(|difference|), where what is not a number counts as infinite.
+        threshold: of a sequence's mean over tokens of exp(|difference|), where what is not a number counts as
+            infinite.
         step, section: of the run, and with its bounds, for the message.
 
     Returns:
-        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` of all sequences that counted.
+        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` of all
+        sequences that counted.
 
     Raises:
         MismatchError: no sequence that counted is left.
@@ -143,9 +172,12 @@ def masked_far_apart(
     counted = int(counts.any(dim=1).sum())
     if counted and int(far.sum()) == counted:
         raise MismatchError(
-            f"step {step}: all {counted} sequences are above {section}.seq_logprob_error_threshold = {threshold:g}, the nearest with "
-            f"{float(of_sequences[far].min()):.4g}, so that nothing is left to train on. Fix: compare the precision of the engine with "
-            "policy.precision, and its log-probabilities with those of transformers on the exported model; raise the threshold only if "
+            f"step {step}: all {counted} sequences are above {section}.seq_logprob_error_threshold = "
+            f"{threshold:g}, the nearest with "
+            f"{float(of_sequences[far].min()):.4g}, so that nothing is left to train on. Fix: compare the "
+            "precision of the engine with "
+            "policy.precision, and its log-probabilities with those of transformers on the exported model; "
+            "raise the threshold only if "
             "the difference is understood"
         )
     worst = float(of_sequences.max()) if counted else 1.0
@@ -164,9 +196,13 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, se
     error = metrics[TOKEN_MULT_PROB_ERROR]
     if bound is not None and not error <= bound:
         raise MismatchError(
-            f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above {section}.max_token_mult_prob_error = {bound:g}; the "
-            f"log-probabilities of generation and training differ by {metrics[MISMATCH_MEAN]:.3g} on average, by more than {FAR} for "
-            f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these answers. Fix: compare the precision "
-            "of the engine with policy.precision, and its log-probabilities with those of transformers on the exported model; raise the "
+            f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above "
+            f"{section}.max_token_mult_prob_error = {bound:g}; the "
+            f"log-probabilities of generation and training differ by {metrics[MISMATCH_MEAN]:.3g} on "
+            f"average, by more than {FAR} for "
+            f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these answers. Fix: "
+            "compare the precision "
+            "of the engine with policy.precision, and its log-probabilities with those of transformers on "
+            "the exported model; raise the "
             "bound only if the difference is understood"
         )

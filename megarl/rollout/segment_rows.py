@@ -1,7 +1,8 @@
 """Segments of responses as rows of a training batch, and what is known of a response from its rows.
 
-A response whose conversation is one segment is one row. Others are several, one after another, which share the response's advantage. What
-is estimated of a response (advantages, returns) is estimated over all its tokens, one segment behind the other, as if it were one row.
+A response whose conversation is one segment is one row. Others are several, one after another, which share
+the response's advantage. What is estimated of a response (advantages, returns) is estimated over all its
+tokens, one segment behind the other, as if it were one row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ RESPONSE_TOKENS = "response_tokens"
 
 
 def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
-    """Return rollouts with a row for each segment, and their column ``response``; the same object where each response is one segment.
+    """Return rollouts with a row for each segment, and their column ``response``; the same object where each
+    response is one segment.
 
     Args:
         rollouts: B responses.
@@ -37,7 +39,9 @@ def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
     last = rollouts.samples
     count = last.size
     # a response's own figures stand in each of its rows
-    of_earlier = last.select_indices(earlier[RESPONSE]) | {name: earlier[name] for name in earlier if name != RESPONSE}
+    of_earlier = last.select_indices(earlier[RESPONSE]) | {
+        name: earlier[name] for name in earlier if name != RESPONSE
+    }
     of_earlier["sample_mask"] = of_earlier["sample_mask"] * (~of_earlier["masked"]).float()
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
     both = type(last).from_batches([last, of_earlier], padding)
@@ -80,8 +84,9 @@ class SegmentRows:
     def by_response(self, batch: Mapping[str, Any]) -> BatchedDataDict[Any]:
         """Return a batch with a row for each of B responses.
 
-        Columns [R, S] become [B, K * S], the rows of a response one behind the other; others are those of its last row, ``sample_mask`` is
-        1 where any of its rows counts, and ``input_lengths`` ends with the last row.
+        Columns [R, S] become [B, K * S], the rows of a response one behind the other; others are those of its
+        last row, ``sample_mask`` is 1 where any of its rows counts, and ``input_lengths`` ends with the last
+        row.
         """
         last, places = self._last_rows, self._places
         found: BatchedDataDict[Any] = BatchedDataDict()
@@ -115,14 +120,18 @@ class SegmentRows:
         return values.unflatten(1, (int(places.max()) + 1, -1))[self.response, places]
 
     def without_some_rows(self, before: Tensor, after: Tensor) -> Tensor:
-        """[R] a sample mask in which responses are left out of which a mask ``after`` leaves a row out that counted ``before``."""
+        """[R] a sample mask in which responses are left out of which a mask ``after`` leaves a row out that
+        counted ``before``."""
         left_out = torch.zeros(int(self.response[-1]) + 1, dtype=torch.bool)
         left_out[self.response[(before != 0) & (after == 0)]] = True
         return after * (~left_out[self.response]).to(after.dtype)
 
 
-def global_batches(batch: BatchedDataDict[Any], responses: int, multiple: int) -> tuple[BatchedDataDict[Any], int, list[int]]:
-    """Return a batch of segments whose global batches are of one size, with what a loss needs to count responses.
+def global_batches(
+    batch: BatchedDataDict[Any], responses: int, multiple: int
+) -> tuple[BatchedDataDict[Any], int, list[int]]:
+    """Return a batch of segments whose global batches are of one size, with what a loss needs to count
+    responses.
 
     A global batch has the rows of so many responses. Copies of its shortest row that do not count fill it up.
 
@@ -132,7 +141,8 @@ def global_batches(batch: BatchedDataDict[Any], responses: int, multiple: int) -
         multiple: that the rows of a global batch are a multiple of.
 
     Returns:
-        The batch, with ``response_tokens`` in place of ``response``; rows of a global batch; and the row of ``batch`` that each comes from.
+        The batch, with ``response_tokens`` in place of ``response``; rows of a global batch; and the row of
+        ``batch`` that each comes from.
     """
     response = batch[RESPONSE]
     begins = torch.searchsorted(response, torch.arange(0, int(response[-1]) + 1, responses)).tolist()

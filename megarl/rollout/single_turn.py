@@ -1,4 +1,5 @@
-"""SingleTurn: the environment of one turn, whose rewards compare a response with the record's reference answer."""
+"""SingleTurn: the environment of one turn, whose rewards compare a response with the record's reference
+answer."""
 
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ _Score = TypeVar("_Score")
 
 
 class ScoresAhead(Generic[_Task, _Score]):
-    """Scores tasks in a thread, which lives as long as it has some. ``begin`` and ``take`` are called by one thread.
+    """Scores tasks in a thread, which lives as long as it has some. ``begin`` and ``take`` are called by one
+    thread.
 
     Args:
-        score: the score of each task, in their order. It is called by one thread at a time, for all that have come meanwhile.
+        score: the score of each task, in their order. It is called by one thread at a time, for all that have
+            come meanwhile.
     """
 
     def __init__(self, score: Callable[[Sequence[_Task]], Sequence[_Score]]) -> None:
@@ -107,9 +110,11 @@ class _Part:
 
 
 class SingleTurn:
-    """Environment of one turn: reward functions compare the response with the record's reference answer, and the conversation ends.
+    """Environment of one turn: reward functions compare the response with the record's reference answer, and
+    the conversation ends.
 
-    A reward that may fail or take long is computed in processes of a pool, so that no response harms the run or the other samples.
+    A reward that may fail or take long is computed in processes of a pool, so that no response harms the run
+    or the other samples.
 
     Args:
         section: the ``env`` section, or that of an environment with a name in it.
@@ -121,7 +126,11 @@ class SingleTurn:
     def __init__(self, section: EnvConfig) -> None:
         on_error = section["on_error"]
         # what no response can cause is held against none
-        self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}
+        self._on_fault = {
+            "error": on_error,
+            "timeout": section["on_timeout"],
+            "outage": "raise" if on_error == "raise" else "mask",
+        }
         self._has_several = section.get("rewards") is not None
         self._keeps_special_tokens = section.get("keep_special_tokens", False)
         self._batches_without_scores = self._rows_without_scores = self._told = 0
@@ -137,7 +146,9 @@ class SingleTurn:
                 logger.warning("%s: %s", key, reward.notice)
             place = None if reward.is_immediate else len(pooled)
             self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
-            pooled += [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
+            pooled += (
+                [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
+            )
         self._pool: RewardPool | None = None
         self._ahead: ScoresAhead[tuple[int, Task], Score] | None = None
         if pooled:
@@ -146,29 +157,32 @@ class SingleTurn:
             self._ahead = ScoresAhead(self._pool.score)
 
     def judges_groups(self, step_rows: int) -> None:
-        """From now on a call has the responses to one prompt, of the so many of a step: what fails on all of a call
-        says little of the reward function before it fails on as many."""
+        """From now on a call has the responses to one prompt, of the so many of a step: what fails on all of
+        a call says little of the reward function before it fails on as many."""
         self._step_rows = step_rows
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether rewards are computed elsewhere, so that they may begin while responses are still sampled."""
+        """Whether rewards are computed elsewhere, so that they may begin while responses are still
+        sampled."""
         return self._ahead is not None
 
     def score_ahead(self, turn: Turn) -> None:
-        """Begin with some responses of the batch that ``step`` will be asked for next. What that returns does not depend on it."""
+        """Begin with some responses of the batch that ``step`` will be asked for next. What that returns does
+        not depend on it."""
         if self._ahead is not None:
             self._ahead.begin(self._pooled_tasks(self._as_read(turn)))
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         """Rewards of the responses, the sums of their parts times their weights.
 
-        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed; where there are several
-        rewards, also those of each, ``reward_errors/NAME``.
+        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed;
+        where there are several rewards, also those of each, ``reward_errors/NAME``.
 
         Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; a reward function raised on
-                every response; or ``_BATCHES`` batches in a row had none that could be scored.
+            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``;
+                a reward function raised on every response; or ``_BATCHES`` batches in a row had none that
+                could be scored.
         """
         turn = self._as_read(turn)
         columns = self._without_broken(self._scores(turn), turn)
@@ -185,7 +199,8 @@ class SingleTurn:
         )
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why nothing can be compared with a reference answer, as the reward functions say, else the first of their doubts."""
+        """Return why nothing can be compared with a reference answer, as the reward functions say, else the
+        first of their doubts."""
         doubt = None
         for part in self._parts:
             fault = part.reward.fault_of_reference
@@ -197,7 +212,8 @@ class SingleTurn:
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
-        """Return what says the final answer of a response: the first reward that tells right from wrong and knows of one; None without."""
+        """Return what says the final answer of a response: the first reward that tells right from wrong and
+        knows of one; None without."""
         rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
         return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
 
@@ -207,7 +223,11 @@ class SingleTurn:
             self._pool.close()
 
     def _as_read(self, turn: Turn) -> Turn:
-        return replace(turn, responses=turn.full_responses, prompts=turn.full_prompts) if self._keeps_special_tokens else turn
+        return (
+            replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
+            if self._keeps_special_tokens
+            else turn
+        )
 
     def _scores(self, turn: Turn) -> list[list[Score]]:
         """The scores of each reward, a list of B."""
@@ -237,14 +257,20 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """What the pool is asked, with a key each: the responses of one reward after those of another, so that the slow ones of both are
-        spread."""
+        """What the pool is asked, with a key each: the responses of one reward after those of another, so
+        that the slow ones of both are spread."""
         full = self._tasks(turn)
-        short = [replace(task, prompt="", record={}) for task in full] if any(part.reward.wants_record for part in self._parts) else full
+        short = (
+            [replace(task, prompt="", record={}) for task in full]
+            if any(part.reward.wants_record for part in self._parts)
+            else full
+        )
         found: list[tuple[Hashable, tuple[int, Task]]] = []
         for part in self._parts:
             if part.place is not None:
-                for record, task in zip(turn.records, full if part.reward.wants_record else short, strict=True):
+                for record, task in zip(
+                    turn.records, full if part.reward.wants_record else short, strict=True
+                ):
                     # a record is the same object as long as its episode lasts
                     found.append(((part.place, id(record), task.response, task.length), (part.place, task)))
         return found
@@ -253,13 +279,19 @@ class SingleTurn:
         asked = any(part.reward.wants_record for part in self._parts)
         return [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
 
-    def _values_of_parts(self, values: Sequence[Sequence[float]], masked: Sequence[bool]) -> dict[str, list[float | None]]:
+    def _values_of_parts(
+        self, values: Sequence[Sequence[float]], masked: Sequence[bool]
+    ) -> dict[str, list[float | None]]:
         """The numbers of each reward; None for a sample that is masked."""
         named = zip((part.name for part in self._parts), values, strict=True)
-        return {name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)] for name, column in named}
+        return {
+            name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)]
+            for name, column in named
+        }
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
-        """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
+        """Whether each sample is left out of training; reports those without a reward, and refuses to go on
+        where all are."""
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
         unscored = [False] * len(masked)
         for part, column in zip(self._parts, columns, strict=True):
@@ -272,20 +304,30 @@ class SingleTurn:
                     untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
         if untold:
             further = "further " if told_before < _TOLD else ""
-            logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
+            logger.warning(
+                "%d %srewards of this batch could not be computed, the first of %s",
+                len(untold),
+                further,
+                untold[0],
+            )
         without = bool(unscored) and all(unscored)
         self._batches_without_scores = self._batches_without_scores + 1 if without else 0
         self._rows_without_scores = self._rows_without_scores + len(unscored) if without else 0
-        if self._batches_without_scores >= _BATCHES and self._rows_without_scores >= _BATCHES * self._step_rows:
+        if (
+            self._batches_without_scores >= _BATCHES
+            and self._rows_without_scores >= _BATCHES * self._step_rows
+        ):
             first = next(score.message for column in columns for score in column if score.fault is not None)
             raise RewardError(
-                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault is: {first}. Fix: mend the "
+                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault "
+                f"is: {first}. Fix: mend the "
                 "reward function, or bring the scorer up, and start the run again"
             )
         return masked
 
     def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
-        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One response does not tell.
+        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One
+        response does not tell.
 
         Raises:
             RewardError: a reward function does so, which is its own fault and no response's.
@@ -299,10 +341,16 @@ class SingleTurn:
                     continue
                 if self._failing[part.name] < self._step_rows:
                     continue
-                what = f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} responses of a batch"
+                what = (
+                    f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} "
+                    "responses of a batch"
+                )
                 first = f"record {turn.records[0].index}: {column[0].message}"
                 raise RewardError(
-                    f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward function\n{column[0].trace}".rstrip()
+                    (
+                        f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward "
+                        f"function\n{column[0].trace}"
+                    ).rstrip()
                 )
         return columns
 
@@ -310,18 +358,30 @@ class SingleTurn:
         """Whether a sample is not trained on because of one reward that is missing."""
         assert score.fault is not None
         reward = f"reward {part.name}" if self._has_several else "reward"
-        what = f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
+        what = (
+            f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in "
+            f"{turn.responses[row][-80:]!r}"
+        )
         decision = self._on_fault[score.fault]
         if decision == "raise":
             key = "timeout" if score.fault == "timeout" else "error"
             raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{key} to zero or mask")
         if tell:
-            logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
-        if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
+            logger.warning(
+                "%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0"
+            )
+        if (
+            decision == "mask"
+            and score.fault == "error"
+            and is_import_path(part.spec.name)
+            and not self._advised
+        ):
             self._advised = True
             logger.warning(
-                "%s: a response that it does not score, because it raises, dies or returns no number, is neither rewarded nor punished, "
-                "and a policy may learn to give such ones. Where the response is at fault, return 0, or set env.on_error to zero",
+                "%s: a response that it does not score, because it raises, dies or returns no number, is "
+                "neither rewarded nor punished, "
+                "and a policy may learn to give such ones. Where the response is at fault, return 0, or set "
+                "env.on_error to zero",
                 part.spec.name,
             )
         return bool(decision == "mask")
@@ -338,14 +398,23 @@ class SingleTurn:
         return counts
 
     def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
-        """How right each response is: as a reward says beside its number, else the number of the first that tells right from wrong, else
-        the sum. Empty where that is the reward anyway."""
+        """How right each response is: as a reward says beside its number, else the number of the first that
+        tells right from wrong, else the sum. Empty where that is the reward anyway."""
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
-        judge = next((column for part, column in zip(self._parts, columns, strict=True) if part.reward.tells_right_from_wrong), None)
+        judge = next(
+            (
+                column
+                for part, column in zip(self._parts, columns, strict=True)
+                if part.reward.tells_right_from_wrong
+            ),
+            None,
+        )
         found: list[float | None] = []
         for row, reward in enumerate(rewards):
-            said = next((column[row].accuracy for column in columns if column[row].accuracy is not None), None)
+            said = next(
+                (column[row].accuracy for column in columns if column[row].accuracy is not None), None
+            )
             if said is None:
                 said = reward if judge is None else judge[row].value or 0.0
             found.append(said)
@@ -354,7 +423,10 @@ class SingleTurn:
 
 def _weighted(parts: Sequence[_Part], values: Sequence[float]) -> float:
     """The sum of values times weights; one reward of weight 1 as it is."""
-    return sum((part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)), parts[0].weight * values[0])
+    return sum(
+        (part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)),
+        parts[0].weight * values[0],
+    )
 
 
 def _task(turn: Turn, row: int, *, with_record: bool) -> Task:

@@ -1,8 +1,9 @@
-"""Texts of many rows of token ids at once, equal to what ``tokenizer.batch_decode`` gives, in a fraction of its time.
+"""Texts of many rows of token ids at once, equal to what ``tokenizer.batch_decode`` gives, in a fraction of
+its time.
 
-transformers looks at each token of a list and calls the tokenizers library row by row. Here that library gets all rows in one call. Where
-its decoder joins the bytes that each token stands for (``ByteLevel``: GPT-2, Qwen, Llama 3 and others), a table of these bytes decodes
-batches of more tokens than the table has entries.
+transformers looks at each token of a list and calls the tokenizers library row by row. Here that library gets
+all rows in one call. Where its decoder joins the bytes that each token stands for (``ByteLevel``: GPT-2,
+Qwen, Llama 3 and others), a table of these bytes decodes batches of more tokens than the table has entries.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ _AT_ONCE = 1 << 20
 
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-"""Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of several channels."""
+"""Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of
+several channels."""
 
 _FINAL = "final"
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return what rewards read of responses: their texts without special tokens, and of Harmony's the last message of the final channel.
+    """Return what rewards read of responses: their texts without special tokens, and of Harmony's the last
+    message of the final channel.
 
-    Without its special tokens, a response of that format is one text of reasoning, names of channels and answer.
+    Without its special tokens, a response of that format is one text of reasoning, names of channels and
+    answer.
     """
     marks = _harmony_ids(tokenizer)
     texts = decode_rows(tokenizer, rows)
@@ -52,8 +56,11 @@ def _harmony_ids(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int] | None
     return {mark: added[mark] for mark in _HARMONY} if all(mark in added for mark in _HARMONY) else None
 
 
-def _final_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], marks: Mapping[str, int], text: str) -> str:
-    """Return the last message of the final channel; the whole text where there are no channels, nothing where none is final."""
+def _final_message(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], marks: Mapping[str, int], text: str
+) -> str:
+    """Return the last message of the final channel; the whole text where there are no channels, nothing where
+    none is final."""
     tokens = [int(token) for token in ids]
     channel, message, ends = marks["<|channel|>"], marks["<|message|>"], set(marks.values())
     if channel not in tokens:
@@ -77,9 +84,11 @@ def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRo
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """The texts of rows of tokens without special tokens, as ``tokenizer.batch_decode(rows, skip_special_tokens=True)`` gives them.
+    """The texts of rows of tokens without special tokens, as ``tokenizer.batch_decode(rows,
+    skip_special_tokens=True)`` gives them.
 
-    A tokenizer with a ``decode`` of its own, without a backend of the tokenizers library, or one that cleans spaces up, is asked itself.
+    A tokenizer with a ``decode`` of its own, without a backend of the tokenizers library, or one that cleans
+    spaces up, is asked itself.
     """
     if len(rows) == 0:
         return []
@@ -101,12 +110,17 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
     kind = type(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return False
-    if any(getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "batch_decode", "_decode")):
+    if any(
+        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name)
+        for name in ("decode", "batch_decode", "_decode")
+    ):
         return False
     if not tokenizer.clean_up_tokenization_spaces:
         return True
     # newer versions of transformers take the setting back for BPE, whose texts it would damage
-    kept = not getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    kept = not getattr(
+        tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True
+    )
     return kept and type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
 
 
@@ -117,7 +131,8 @@ class ByteTable:
     Attributes:
         data: uint8, the bytes of all tokens one after another.
         first: int64 [tokens + 1], where those of each begin.
-        lengths: int64 [tokens + 1]; 0 for special tokens, for ids that stand for nothing, and in the last entry, for ids beyond.
+        lengths: int64 [tokens + 1]; 0 for special tokens, for ids that stand for nothing, and in the last
+            entry, for ids beyond.
     """
 
     data: np.ndarray
@@ -160,7 +175,11 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
     if (json.loads(state) or {}).get("type") != "ByteLevel":
         return None
     added = backend.get_added_tokens_decoder()
-    now = (state, backend.get_vocab_size(), {number: (token.content, token.special) for number, token in added.items()})
+    now = (
+        state,
+        backend.get_vocab_size(),
+        {number: (token.content, token.special) for number, token in added.items()},
+    )
     known = _tables.get(tokenizer)
     if known is None or known[0] != now:
         known = _tables[tokenizer] = now, _checked_table(backend, added)
@@ -168,17 +187,30 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """The table, if the library gives the same texts for the whole vocabulary, else None: its next version may decode otherwise."""
+    """The table, if the library gives the same texts for the whole vocabulary, else None: its next version
+    may decode otherwise."""
     special = {number for number, token in added.items() if token.special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
-    tokens |= {number: token.content for number, token in added.items()}  # where both have a number, the library takes the added one
-    table = ByteTable.of({number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()})
-    every = TokenRows.of([list(range(start, min(start + 256, len(table.lengths)))) for start in range(0, len(table.lengths), 256)])
-    return table if table.decode(every) == backend.decode_batch(list(every), skip_special_tokens=True) else None
+    tokens |= {
+        number: token.content for number, token in added.items()
+    }  # where both have a number, the library takes the added one
+    table = ByteTable.of(
+        {number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()}
+    )
+    every = TokenRows.of(
+        [
+            list(range(start, min(start + 256, len(table.lengths))))
+            for start in range(0, len(table.lengths), 256)
+        ]
+    )
+    return (
+        table if table.decode(every) == backend.decode_batch(list(every), skip_special_tokens=True) else None
+    )
 
 
 def _bytes_of(token: str) -> bytes:
-    """Return what a token of byte-level pieces stands for; one with another character stands for its own text."""
+    """Return what a token of byte-level pieces stands for; one with another character stands for its own
+    text."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
@@ -186,10 +218,14 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte behind each character of byte-level pieces: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    """The byte behind each character of byte-level pieces: printable Latin-1 stands for itself, the others
+    follow from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + place): byte for place, byte in enumerate(others)}}
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + place): byte for place, byte in enumerate(others)},
+    }
 
 
 _BYTE_OF = _byte_characters()

@@ -1,4 +1,5 @@
-"""Trajectories: the tokens of conversations of a policy with an environment, and the batch that is made of them."""
+"""Trajectories: the tokens of conversations of a policy with an environment, and the batch that is made of
+them."""
 
 from __future__ import annotations
 
@@ -19,20 +20,25 @@ TOKEN_VERSIONS = "token_versions"
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens in the order in which a model sees them: a prompt, and then by turns what it sampled and what it observed.
+    """Tokens in the order in which a model sees them: a prompt, and then by turns what it sampled and what it
+    observed.
 
-    Nothing sampled is decoded and encoded again: the next prompt is these tokens, with the observation's behind them.
+    Nothing sampled is decoded and encoded again: the next prompt is these tokens, with the observation's
+    behind them.
 
-    A conversation is one segment, unless what a model is shown at a later turn does not begin with these tokens, as where the chat template
-    leaves reasoning out of earlier responses: then another segment begins.
+    A conversation is one segment, unless what a model is shown at a later turn does not begin with these
+    tokens, as where the chat template leaves reasoning out of earlier responses: then another segment begins.
 
     Attributes:
         prompt: [P] int64.
-        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with and the versions [n] int64 of the
-            weights; None for observed ones, and for versions that engines do not tell.
-        rewards: of each response; what is said of the whole conversation, once it has ended, is added to the last one.
+        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with and
+            the versions [n] int64 of the weights; None for observed ones, and for versions that engines do
+            not tell.
+        rewards: of each response; what is said of the whole conversation, once it has ended, is added to the
+            last one.
         opening: tokens at the end of the prompt that are an observation, in a segment that is not the first.
-        length, sampled_length: tokens behind the prompt, and those of them that were sampled; counted as they come.
+        length, sampled_length: tokens behind the prompt, and those of them that were sampled; counted as they
+            come.
     """
 
     prompt: np.ndarray
@@ -73,16 +79,19 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     """Return one row a segment.
 
     Returns:
-        ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1 on sampled tokens),
-        ``sample_mask`` [B] float (0 where nothing was sampled), ``generation_logprobs`` [B, S] float32 (0 but on sampled tokens),
-        ``generation_lengths`` [B] int64 (sampled tokens), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. Where
-        engines tell them, ``token_versions`` [B, S] int64 (of the weights; 0 but on sampled tokens).
+        ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1
+        on sampled tokens), ``sample_mask`` [B] float (0 where nothing was sampled), ``generation_logprobs``
+        [B, S] float32 (0 but on sampled tokens), ``generation_lengths`` [B] int64 (sampled tokens),
+        ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. Where engines tell them,
+        ``token_versions`` [B, S] int64 (of the weights; 0 but on sampled tokens).
     """
     input_ids, lengths = pad_arrays([segment.tokens for segment in segments], pad_token_id)
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
     # lengths of what is observed and of what is sampled, by turns, of all segments one after another
     pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
-    is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], [len(tokens) for tokens, *_ in pieces])
+    is_sampled = np.repeat(
+        [logprobs is not None for _, logprobs, _ in pieces], [len(tokens) for tokens, *_ in pieces]
+    )
     of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
     versions = [each for _, _, each in pieces if each is not None]
     tells = len(versions) == len(of_sampled) > 0

@@ -67,7 +67,8 @@ class _Owner:
 
 
 class TurnThreads:
-    """Runs calls in threads that are kept until ``close``; one whose call never comes back ends with the process."""
+    """Runs calls in threads that are kept until ``close``; one whose call never comes back ends with the
+    process."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _Owner] = {}
@@ -159,7 +160,8 @@ class TurnThreads:
         owner.threads -= 1
         if owner.hanging > owner.most:
             raise RewardError(
-                f"{owner.hanging} calls of the environment {owner.name} did not come back within {call.timeout_s:g} s. Nothing was trained "
+                f"{owner.hanging} calls of the environment {owner.name} did not come back within "
+                f"{call.timeout_s:g} s. Nothing was trained "
                 "on this batch. Fix: mend the environment, or raise env.step_timeout_s"
             )
         self._add_threads(owner, min(1, owner.most - owner.threads))
@@ -171,7 +173,9 @@ class TurnThreads:
             return
         self._grown = now
         for owner in self._owners.values():
-            self._add_threads(owner, min(owner.waiting.qsize(), max(owner.threads, _FEW), owner.most - owner.threads))
+            self._add_threads(
+                owner, min(owner.waiting.qsize(), max(owner.threads, _FEW), owner.most - owner.threads)
+            )
 
     def _add_threads(self, owner: _Owner, count: int) -> None:
         for _ in range(count):

@@ -20,7 +20,8 @@ _RECIPE = "recipe"
 
 
 def kept_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration that a launch or a checkpoint left in a file; an empty one where there is none that can be read."""
+    """Return the configuration that a launch or a checkpoint left in a file; an empty one where there is none
+    that can be read."""
     try:
         found = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, StorageError):
@@ -38,10 +39,18 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
         ConfigError: it is another recipe's, and ``checkpointing.accept_changes`` is false.
     """
     before, now = kept_config(run_dir / CONFIG_FILE).get(_RECIPE), config.get(_RECIPE)
-    if before in (None, now) or now is None or config["checkpointing"]["accept_changes"] or not _has_trained(config, run_dir):
+    if (
+        before in (None, now)
+        or now is None
+        or config["checkpointing"]["accept_changes"]
+        or not _has_trained(config, run_dir)
+    ):
         return
     bound = f"{run_dir} holds a run of the recipe {before!r}, which this one would go on from and overwrite"
-    fix = f"give run_dir=runs/{now} or another directory, or checkpointing.accept_changes=true to go on with this recipe"
+    fix = (
+        f"give run_dir=runs/{now} or another directory, or checkpointing.accept_changes=true to go on "
+        "with this recipe"
+    )
     raise ConfigError([Violation(_RECIPE, now, bound, fix)])
 
 
@@ -52,7 +61,8 @@ def _has_trained(config: RunConfig, run_dir: Path) -> bool:
 
 
 def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
-    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same; nothing where one is configured.
+    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same;
+    nothing where one is configured.
 
     Args:
         config: of this launch; its section of the tokenizer gets the day.
@@ -67,7 +77,8 @@ def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
 
 
 def kept_configs(config: RunConfig, run_dir: Path) -> list[Path]:
-    """Return where earlier launches left configurations of the run that this launch goes on with; none for one that starts over."""
+    """Return where earlier launches left configurations of the run that this launch goes on with; none for
+    one that starts over."""
     if config["checkpointing"]["resume"] == "never":
         return []
     steps = Path(config["checkpointing"]["checkpoint_dir"]).glob(f"step_*/{CONFIG_FILE}")

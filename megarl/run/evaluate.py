@@ -1,4 +1,5 @@
-"""Evaluation of a model by the validation of a configuration, without a trainer: what ``megarl eval`` runs."""
+"""Evaluation of a model by the validation of a configuration, without a trainer: what ``megarl eval``
+runs."""
 
 from __future__ import annotations
 
@@ -69,16 +70,27 @@ def check_evaluation(config: RunConfig) -> None:
     """
     if not generates(config):
         bound = "megarl eval samples answers and scores them, which this algorithm does not"
-        raise ConfigError([Violation("algorithm", config["algorithm"], bound, "give the configuration of a GRPO run with the same model")])
+        raise ConfigError(
+            [
+                Violation(
+                    "algorithm",
+                    config["algorithm"],
+                    bound,
+                    "give the configuration of a GRPO run with the same model",
+                )
+            ]
+        )
     if not config["data"]["validation"]:
-        raise ConfigError([Violation("data.validation", None, "there is nothing to evaluate on", "give data.validation")])
+        raise ConfigError(
+            [Violation("data.validation", None, "there is nothing to evaluate on", "give data.validation")]
+        )
 
 
 def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = None) -> ResumePoint:
     """Where the weights come from: a checkpoint of a run, or for None the configured model.
 
-    Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state, which is most of it, is not read.
-    Of one that has to be signed everything is read.
+    Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state,
+    which is most of it, is not read. Of one that has to be signed everything is read.
 
     Args:
         checkpoint: its directory.
@@ -96,21 +108,35 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
     except StorageError:
         raise
     except (CheckpointError, KeyError, TypeError, ValueError):
-        near = sorted((*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")), key=lambda path: (len(path.name), path.name))
-        fix = f"give one of {', '.join(map(str, near))}" if near else "give the directory step_N of a run's checkpoints"
-        bound = "it is no checkpoint: it has no training_info.json with a step" if checkpoint.is_dir() else "there is no such directory"
+        near = sorted(
+            (*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")),
+            key=lambda path: (len(path.name), path.name),
+        )
+        fix = (
+            f"give one of {', '.join(map(str, near))}"
+            if near
+            else "give the directory step_N of a run's checkpoints"
+        )
+        bound = (
+            "it is no checkpoint: it has no training_info.json with a step"
+            if checkpoint.is_dir()
+            else "there is no such directory"
+        )
         raise ConfigError([Violation("--checkpoint", str(checkpoint), bound, fix)]) from None
     key = read_signing_key(signing_key_file)
     problems = faults_of_checkpoint(checkpoint, hashes=key is not None, key=key)
     if problems:
-        raise UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {'; '.join(problems[:5])}. Fix: evaluate another one")
+        raise UnusableCheckpointError(
+            f"checkpoint {checkpoint} is damaged: {'; '.join(problems[:5])}. Fix: evaluate another one"
+        )
     return ResumePoint(step, None, checkpoint.absolute())
 
 
 def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
     """Sample and score the answers to all validation sets, as a validation of a run with these weights does.
 
-    Nothing is trained: the policy has no optimizer and no reference beside it, and the training data are not read.
+    Nothing is trained: the policy has no optimizer and no reference beside it, and the training data are not
+    read.
 
     Args:
         config: of a run, checked by ``check_evaluation`` too.
@@ -137,7 +163,9 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
         from megarl.rollout.collector import Collector
         from megarl.rollout.evaluation import validation_sets
 
-        collector = Collector.of_run(config, own_section(config), policy, tokenizer, environment, PhaseTimer(), refit)
+        collector = Collector.of_run(
+            config, own_section(config), policy, tokenizer, environment, PhaseTimer(), refit
+        )
         size = own_section(config).get("val_batch_size")
         begun = time.monotonic()
         with validating():
@@ -155,8 +183,8 @@ def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> 
 
 
 def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """The result as plain values: ``metrics`` under the names that a run logs, the same to the last digit; and ``sets``, each with how it
-    was sampled and all its figures."""
+    """The result as plain values: ``metrics`` under the names that a run logs, the same to the last digit;
+    and ``sets``, each with how it was sampled and all its figures."""
     from megarl.rollout.evaluation import metrics_of_set, validation_metrics
 
     metrics = validation_metrics(evaluation.validated)
@@ -197,16 +225,23 @@ def _sampling_of(plan: SetPlan) -> dict[str, Any]:
 
 
 def result_path(config: RunConfig, weights: ResumePoint) -> Path:
-    """Where a result goes that is not sent elsewhere: ``evaluations/step_40.json`` of the run's directory, or with the name of the model.
+    """Where a result goes that is not sent elsewhere: ``evaluations/step_40.json`` of the run's directory, or
+    with the name of the model.
 
-    Where that file has a result of other weights, of other sets or of another way to sample them, ``step_40-2.json`` or the next name
-    without such a result: what is measured again replaces what was measured before, and nothing else.
+    Where that file has a result of other weights, of other sets or of another way to sample them,
+    ``step_40-2.json`` or the next name without such a result: what is measured again replaces what was
+    measured before, and nothing else.
     """
     named = config["policy"]["merged_adapter"] or config["policy"]["model_name"]
     name = f"step_{weights.step}" if weights.checkpoint is not None else Path(named).name
     directory = Path(config["run_dir"]) / DIRECTORY
-    of_this = {**_weights_of(config, weights), "sets": {plan.name: _sampling_of(plan) for plan in set_plans(config)}}
-    paths = itertools.chain([directory / f"{name}.json"], (directory / f"{name}-{number}.json" for number in itertools.count(2)))
+    of_this = {
+        **_weights_of(config, weights),
+        "sets": {plan.name: _sampling_of(plan) for plan in set_plans(config)},
+    }
+    paths = itertools.chain(
+        [directory / f"{name}.json"], (directory / f"{name}-{number}.json" for number in itertools.count(2))
+    )
     return next(path for path in paths if not path.exists() or _is_result_of(path, of_this))
 
 
@@ -225,9 +260,24 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
 
 def result_table(result: Mapping[str, Any]) -> Table:
     """The figures of each set of ``result_of``, one a row."""
-    table = Table(title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s")
-    for heading in ("set", "answers", "unscored", "k", "mean@k", "± 95 %", "pass@k", "majority@k", "truncated", "tokens"):
-        table.add_column(heading, justify="left" if heading == "set" else "right", overflow="fold", min_width=len(heading))
+    table = Table(
+        title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s"
+    )
+    for heading in (
+        "set",
+        "answers",
+        "unscored",
+        "k",
+        "mean@k",
+        "± 95 %",
+        "pass@k",
+        "majority@k",
+        "truncated",
+        "tokens",
+    ):
+        table.add_column(
+            heading, justify="left" if heading == "set" else "right", overflow="fold", min_width=len(heading)
+        )
     for name, found in result["sets"].items():
         k = found["answers_a_prompt"]
         figures = (f"mean@{k}", f"mean@{k}_ci95", f"pass@{k}", f"majority@{k}", "truncated")
@@ -238,8 +288,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
 
 
 def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
-    """Evaluate, print a table and write the result as JSON; with ``dry_run`` check everything that needs no data and say what would be
-    done. Returns the exit code.
+    """Evaluate, print a table and write the result as JSON; with ``dry_run`` check everything that needs no
+    data and say what would be done. Returns the exit code.
 
     Args:
         config: of a run, checked.
@@ -277,7 +327,11 @@ def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Cons
     facts = {
         "model": seen["policy"]["model_name"],
         "weights": "of the model" if weights.checkpoint is None else f"of {weights.checkpoint}",
-        **({} if config["policy"]["merged_adapter"] is None else {"adapter": seen["policy"]["merged_adapter"]}),
+        **(
+            {}
+            if config["policy"]["merged_adapter"] is None
+            else {"adapter": seen["policy"]["merged_adapter"]}
+        ),
         "generates": "the policy itself" if kind is None else kind.title,
         "result": path,
     }

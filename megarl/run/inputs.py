@@ -1,4 +1,5 @@
-"""Inputs: what a run reads before it starts anything: tokenizer, model, environment and data, with all that is refused of them."""
+"""Inputs: what a run reads before it starts anything: tokenizer, model, environment and data, with all that
+is refused of them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Inputs:
 
 def tokenizer_of(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that a policy section names; by default that of its model."""
-    return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
+    return get_tokenizer(
+        policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"]
+    )
 
 
 def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
@@ -84,8 +87,11 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
     return Inputs(tokenizer, environment, train, validation)
 
 
-def read_validation(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
-    """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs`` does; errors as there."""
+def read_validation(
+    config: RunConfig, stack: ExitStack
+) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
+    """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs``
+    does; errors as there."""
     tokenizer, environment, load = _opened(config, stack)
     return tokenizer, environment, _load_validation(config, load)
 
@@ -94,7 +100,8 @@ _Load = Callable[["DataSource | Sequence[DataSource]"], Dataset]
 
 
 def _load_validation(config: RunConfig, load: _Load) -> Dataset:
-    """Load the validation data. A set keeps its name where the form of its records turns out to be that of a named set."""
+    """Load the validation data. A set keeps its name where the form of its records turns out to be that of a
+    named set."""
     sources = validation_sources(config)
     names = [set_name(source) for source in sources]
     dataset = load(sources)
@@ -109,7 +116,9 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
-        policy["generation"] = configure_generation_config(policy["generation"], tokenizer, model_name=policy["model_name"])
+        policy["generation"] = configure_generation_config(
+            policy["generation"], tokenizer, model_name=policy["model_name"]
+        )
     vocab_size, pictures = check_model(policy), tokens_of_pictures(policy)
     environment = _environment(config, stack)
     with_answers = environment is None
@@ -145,8 +154,11 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     return tokenizer, environment, load
 
 
-def _check_observations(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], *, with_tools: bool) -> None:
-    """Refuse a chat template that does not write what an environment says, and say where it writes earlier responses otherwise.
+def _check_observations(
+    policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], *, with_tools: bool
+) -> None:
+    """Refuse a chat template that does not write what an environment says, and say where it writes earlier
+    responses otherwise.
 
     Raises:
         DataError: it does not.
@@ -158,14 +170,16 @@ def _check_observations(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase
         encoder.check_role(role)
     if encoder.rewritten is not None:
         logger.info(
-            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a conversation goes on as a "
+            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a "
+            "conversation goes on as a "
             "further segment, with a training row of its own (train/segments)",
             encoder.rewritten,
         )
 
 
 def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
-    """Return the day that the chat template reads, which the configuration then keeps; None for a template without a clock.
+    """Return the day that the chat template reads, which the configuration then keeps; None for a template
+    without a clock.
 
     Raises:
         ConfigError: the configured one is no day, or nothing reads it.
@@ -183,7 +197,9 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
     try:
         return datetime.date.fromisoformat(given)
     except ValueError:
-        raise ConfigError([Violation(key, given, "it is no day", "write year, month and day, such as 2026-11-27")]) from None
+        raise ConfigError(
+            [Violation(key, given, "it is no day", "write year, month and day, such as 2026-11-27")]
+        ) from None
 
 
 def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
@@ -196,11 +212,14 @@ def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
 
 
 def _judge(config: RunConfig) -> list[Any]:
-    """What decides whether a reference answer is of use: the section of the environment, and the code of a user's own."""
+    """What decides whether a reference answer is of use: the section of the environment, and the code of a
+    user's own."""
     section = config.get("env") or {}
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
     # the environment has been made, so that the modules that it names have been imported
-    files = [Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places]
+    files = [
+        Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places
+    ]
     texts = [file.read_bytes() for file in files if file.is_file()]
     texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
     code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
@@ -217,7 +236,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
-    """Refuse training data of which a step would take records several times. Repeats count: whoever writes ``repeat`` means it.
+    """Refuse training data of which a step would take records several times. Repeats count: whoever writes
+    ``repeat`` means it.
 
     Raises:
         DataError: there are fewer records than a step takes.
@@ -227,24 +247,34 @@ def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
         return
     key = algorithm_class(config["algorithm"]).PROMPTS or "policy.train_global_batch_size"
     found = ", ".join(f"{source.name}: {source.end - source.start:,}" for source in train.sources)
-    left_out = ", without those that data.filter_overlong_prompts leaves out" if config["data"].get("filter_overlong_prompts") else ""
+    left_out = (
+        ", without those that data.filter_overlong_prompts leaves out"
+        if config["data"].get("filter_overlong_prompts")
+        else ""
+    )
     fix = f"write {key}={records} or less, or give more records"
     if not any(source.weight is not None for source in train.sources):
-        fix += f"; where the same ones are meant to be in a step several times, give the source repeat: {math.ceil(per_step / records)}"
+        fix += (
+            "; where the same ones are meant to be in a step several times, give the source repeat: "
+            f"{math.ceil(per_step / records)}"
+        )
     raise DataError(
-        f"data.train has {records} records ({found}{left_out}), and a step takes {key} = {per_step}, so that it would have some of them "
+        f"data.train has {records} records ({found}{left_out}), and a step takes {key} = {per_step}, so "
+        "that it would have some of them "
         f"several times. Fix: {fix}"
     )
 
 
 def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
-    """Say which sources of a mixture have fewer records than a step takes of them, which is what their weights ask for."""
+    """Say which sources of a mixture have fewer records than a step takes of them, which is what their
+    weights ask for."""
     total = sum(source.weight or 0.0 for source in train.sources)
     for source in train.sources if len(train.sources) > 1 else ():
         records, share = source.end - source.start, (source.weight or 0.0) / total if total else 0.0
         if share * per_step > records:
             logger.warning(
-                "%s has %d records, and by its weight a step takes %.1f of them, so that some are in it several times",
+                "%s has %d records, and by its weight a step takes %.1f of them, so that some are in it "
+                "several times",
                 source.name,
                 records,
                 share * per_step,
@@ -259,7 +289,8 @@ def describe_inputs(config: RunConfig) -> list[str]:
         tokenizer, with_answers = inputs.tokenizer, inputs.environment is None
         template = str(tokenizer.chat_template).replace("\n", " ")
         lines = [
-            f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer)} tokens, pads with {tokenizer.pad_token!r}, ends with "
+            f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer)} tokens, pads with "
+            f"{tokenizer.pad_token!r}, ends with "
             f"{tokenizer.eos_token!r}",
             f"responses end with: {_stops_in_words(config['policy'], tokenizer)}",
             f"chat template: {template if len(template) <= _SHOWN else template[:_SHOWN] + '...'}",
@@ -272,7 +303,8 @@ def describe_inputs(config: RunConfig) -> list[str]:
 
 
 def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> str:
-    """Return the text of an example's tokens, special ones among them, in one line; what is learned is in [[brackets]]."""
+    """Return the text of an example's tokens, special ones among them, in one line; what is learned is in
+    [[brackets]]."""
     ids, learned = list(example.prompt_ids), list[tuple[int, int]]()
     if with_answers:
         ids += example.answer_ids
@@ -282,7 +314,11 @@ def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_ans
         text += f"{tokenizer.decode(ids[done:start])}[[{tokenizer.decode(ids[start:end])}]]"
         done = end
     text = (text + tokenizer.decode(ids[done:])).replace("\n", "\\n")
-    return text if len(text) <= _SHOWN_OF_RECORD else f"{text[: _SHOWN_OF_RECORD // 2]} ... {text[-_SHOWN_OF_RECORD // 2 :]}"
+    return (
+        text
+        if len(text) <= _SHOWN_OF_RECORD
+        else f"{text[: _SHOWN_OF_RECORD // 2]} ... {text[-_SHOWN_OF_RECORD // 2 :]}"
+    )
 
 
 def _stops_in_words(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -296,9 +332,14 @@ def _stops_in_words(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
     prompts = dataset.examples.lengths(with_answers=False)
     records = f"{len(dataset):,} {'records' if dataset.of_record == 1 else 'pairs'}"
-    said = f"{key}: {records}; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} on average"
+    said = (
+        f"{key}: {records}; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} "
+        "on average"
+    )
     if len(dataset.sources) > 1:
-        said += "; " + ", ".join(f"{source.name}: {source.end - source.start:,}" for source in dataset.sources)
+        said += "; " + ", ".join(
+            f"{source.name}: {source.end - source.start:,}" for source in dataset.sources
+        )
     if not with_answers:
         return said
     return f"{said}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"

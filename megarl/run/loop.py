@@ -59,7 +59,8 @@ class Reporting:
         memory: the memory figures of the workers, in GiB.
         throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
         restarts: how often engines and workers were started anew, by name; empty where they were not.
-        look_around: called after each step, before anything is written; raises where the directory that all of it goes to is gone.
+        look_around: called after each step, before anything is written; raises where the directory that all
+            of it goes to is gone.
     """
 
     sinks: MetricSinks
@@ -74,13 +75,21 @@ class Reporting:
         """One row in the log and the lines on the console; what the timer has collected goes with them."""
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
-        row = {**_prefixed("train", train), **_prefixed("validation", validation), **_prefixed("timing", seconds)}
+        row = {
+            **_prefixed("train", train),
+            **_prefixed("validation", validation),
+            **_prefixed("timing", seconds),
+        }
         if train and STEP_TOKENS not in train:
-            raise StateError(f"the metrics of step {step} lack {STEP_TOKENS}. Fix: let the algorithm's step return it")
+            raise StateError(
+                f"the metrics of step {step} lack {STEP_TOKENS}. Fix: let the algorithm's step return it"
+            )
         if train and seconds[STEP_SECONDS] > 0:
             row["performance/tokens_per_s"] = train[STEP_TOKENS] / seconds[STEP_SECONDS]
         if train and self.throughput is not None:
-            row.update(_prefixed("performance", self.throughput.metrics(int(train[STEP_TOKENS]), seconds, sequences)))
+            row.update(
+                _prefixed("performance", self.throughput.metrics(int(train[STEP_TOKENS]), seconds, sequences))
+            )
         row.update(_prefixed("performance", memory))
         self.sinks.log(row, step)
         if train:
@@ -98,10 +107,11 @@ def run_loop(
     stop: StopRequest | None = None,
     profiler: StepProfiler | None = None,
 ) -> int:
-    """Train the steps after ``first_step``, to the last one or until a stop is requested. Return the last finished step.
+    """Train the steps after ``first_step``, to the last one or until a stop is requested. Return the last
+    finished step.
 
-    The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved because
-    its time limit is near goes on if that save left time for another step.
+    The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved
+    because its time limit is near goes on if that save left time for another step.
     """
     stop = stop or StopRequest()
     reporting.timer.collect()
@@ -127,7 +137,9 @@ def run_loop(
         # a step that was skipped has not all of them, nor has a warm-up
         if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
-        saves = checkpoints is not None and (checkpoints.due(step, schedule.total_steps) or stop.reason is not None)
+        saves = checkpoints is not None and (
+            checkpoints.due(step, schedule.total_steps) or stop.reason is not None
+        )
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
@@ -153,8 +165,11 @@ def run_loop(
     return max(schedule.total_steps, first_step)
 
 
-def total_steps(max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int) -> int:
-    """The number of the last step: the epochs' last whole step, where that comes before ``max_num_steps``; at least 1."""
+def total_steps(
+    max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int
+) -> int:
+    """The number of the last step: the epochs' last whole step, where that comes before ``max_num_steps``; at
+    least 1."""
     if max_num_epochs is None:
         return max_num_steps
     return max(min(max_num_steps, max_num_epochs * num_records // records_per_step), 1)

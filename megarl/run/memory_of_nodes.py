@@ -1,8 +1,9 @@
-"""Checkpoints that wait in the shared memory of several nodes, that of each rank in its own node's, while training goes on.
+"""Checkpoints that wait in the shared memory of several nodes, that of each rank in its own node's, while
+training goes on.
 
-On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is none of the workers: what they
-have written is brought to the disk also when they are lost after ``hold``. When all nodes are through, the manifest is written here, from
-what they said.
+On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is
+none of the workers: what they have written is brought to the disk also when they are lost after ``hold``.
+When all nodes are through, the manifest is written here, from what they said.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ class MemoryOfNodes:
         self._tidied = self._begin("tidy")
 
     def take(self, needed: int) -> bool:
-        """As of ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of its ranks."""
+        """As of ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of its
+        ranks."""
         refused = self._answers(self._tidied)[1] if self._tidied else {}
         self._tidied, self._may_hold = {}, True
-        calls = {node: ray_calls.submit(actor.take, self._needed_on(node, needed)) for node, actor in self._actors.items()}
+        calls = {
+            node: ray_calls.submit(actor.take, self._needed_on(node, needed))
+            for node, actor in self._actors.items()
+        }
         paths, failed = self._answers(calls)
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
@@ -78,10 +83,15 @@ class MemoryOfNodes:
 
     def write(self, target: Path) -> WriteOfNodes:
         """As of ``CheckpointMemory``."""
-        return WriteOfNodes(self, target, {node: ray_calls.submit(actor.write, str(target)) for node, actor in self._actors.items()})
+        return WriteOfNodes(
+            self,
+            target,
+            {node: ray_calls.submit(actor.write, str(target)) for node, actor in self._actors.items()},
+        )
 
     def free(self) -> None:
-        """As of ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it is gone, its process is too."""
+        """As of ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it is
+        gone, its process is too."""
         if not self._may_hold:
             return
         self._places, self._may_hold = {}, False
@@ -107,7 +117,9 @@ class MemoryOfNodes:
     def note_written(self, files: Mapping[str, Mapping[str, Entry]]) -> None:
         """All nodes are through. Remember how much each has written, which is what it will write."""
         self._may_hold = False
-        self._written = {node: sum(entry["size"] for entry in of_node.values()) for node, of_node in files.items()}
+        self._written = {
+            node: sum(entry["size"] for entry in of_node.values()) for node, of_node in files.items()
+        }
 
     def _needed_on(self, node: str, needed: int) -> int:
         return self._written.get(node, -(-needed * self._ranks[node] // self._ranks.total()))
@@ -154,7 +166,9 @@ class WriteOfNodes:
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
-            ready, _ = ray_calls.wait(list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+            ready, _ = ray_calls.wait(
+                list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0)
+            )
             if not ready:
                 self.abort()
                 late = f"{self._target} was not written within {longest_s:g} s by {self._named(pending)}"
@@ -174,7 +188,9 @@ class WriteOfNodes:
             entries: dict[str, Entry] = ray_calls.get(call)
         except RayError as error:
             self.abort()
-            raise CheckpointError(f"{self._target} could not be written by {self._named([node])}: {reason_of(error, node)}") from error
+            raise CheckpointError(
+                f"{self._target} could not be written by {self._named([node])}: {reason_of(error, node)}"
+            ) from error
         return entries
 
     def _write_manifest(self) -> None:
@@ -182,14 +198,19 @@ class WriteOfNodes:
         for node, entries in self._files.items():
             twice = sorted(files.keys() & entries.keys())
             if twice:
-                raise CheckpointError(f"{self._target}: {twice[0]} was written by {self._named([node])} and by another one")
+                raise CheckpointError(
+                    f"{self._target}: {twice[0]} was written by {self._named([node])} and by another one"
+                )
             files |= entries
         write_manifest(self._target, files)
         fsync_directory(self._target)
         problems = verify(self._target, hashes=False)
         if problems:
             where = f"{self._target} is not seen here as the nodes have written it"
-            raise CheckpointError(f"{where}: {'; '.join(problems[:3])}. Fix: a checkpoint_dir that all nodes and the driver have in common")
+            raise CheckpointError(
+                f"{where}: {'; '.join(problems[:3])}. Fix: a checkpoint_dir that all nodes and the driver "
+                "have in common"
+            )
 
     def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:
         return "node " + ", ".join(self._memory.name_of(node) for node in nodes)
@@ -210,7 +231,12 @@ def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     # one that dies comes again, for the next checkpoint; ``free`` has
     # to get through while ``write`` is under way, also one that hangs
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4, "scheduling_strategy": place}
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": 4,
+        "scheduling_strategy": place,
+    }
     return ray_calls.submit(ray.remote(NodeMemory).options(**options), str(checkpoint_dir), node)
 
 

@@ -1,5 +1,5 @@
-"""Model check: what a driver checks of a model before any worker starts: that its weights can be carried over, and that it knows the data's
-tokens."""
+"""Model check: what a driver checks of a model before any worker starts: that its weights can be carried
+over, and that it knows the data's tokens."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(policy: PolicyConfig) -> int:
-    """Make sure that the configured backend can run the model and that its weights are there and fit its config. Reads headers only.
+    """Make sure that the configured backend can run the model and that its weights are there and fit its
+    config. Reads headers only.
 
-    A model that a plain config describes (``converters.families.plain``) is checked without torch and transformers, whose imports take
-    longer than everything else that is checked; every other one, and every refusal of the torch backends, comes from these.
+    A model that a plain config describes (``converters.families.plain``) is checked without torch and
+    transformers, whose imports take longer than everything else that is checked; every other one, and every
+    refusal of the torch backends, comes from these.
 
     Args:
         policy: the ``policy`` section.
@@ -58,14 +60,17 @@ def check_model(policy: PolicyConfig) -> int:
     """
     directory = locate_source(policy["model_name"])
     source = HuggingFaceSource(directory)
-    size = _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
+    size = _check(
+        policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source
+    )
     if policy["merged_adapter"] is not None:
         _check_adapter(policy)
     return size
 
 
 def _check_adapter(policy: PolicyConfig) -> None:
-    """Refuse an adapter that does not fit its model, or that brings the base's embeddings and was trained beside others.
+    """Refuse an adapter that does not fit its model, or that brings the base's embeddings and was trained
+    beside others.
 
     Raises:
         ConversionError: with everything that does not fit.
@@ -77,12 +82,17 @@ def _check_adapter(policy: PolicyConfig) -> None:
     assert isinstance(source, AdaptedSource)
     source.require_own_base()
     said = source.adapter.source.raw_config.get("base_model_name_or_path")
-    logger.info("%s changes %d tensors of the model; it was trained beside %s", policy["merged_adapter"], len(source.adapter.changed), said)
+    logger.info(
+        "%s changes %d tensors of the model; it was trained beside %s",
+        policy["merged_adapter"],
+        len(source.adapter.changed),
+        said,
+    )
 
 
 def check_model_on_disk(policy: PolicyConfig) -> None:
-    """``check_model`` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
-    says, where it is on this disk or known.
+    """``check_model`` without the network: of a directory everything, unless it holds no weights at all; else
+    what ``config.json`` says, where it is on this disk or known.
 
     Raises:
         ConversionError, ModelError, ConfigError: as ``check_model``.
@@ -95,12 +105,16 @@ def check_model_on_disk(policy: PolicyConfig) -> None:
         _check(policy, read_plain(published), lambda: make_hf_config(published), None)
     elif read_model_facts(name) is not None and (file := config_file(name)) is not None:
         if directory.is_dir():
-            logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)
+            logger.warning(
+                "%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them",
+                directory,
+            )
         _check(policy, _plain_file(file), lambda: _read_config(policy, name, local_files_only=True), None)
 
 
 def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``check_model`` for the models beside the policy, which read its tokens: each has them, under the same ids.
+    """``check_model`` for the models beside the policy, which read its tokens: each has them, under the same
+    ids.
 
     Args:
         config: of a checked run.
@@ -135,15 +149,25 @@ def _named(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([renamed(violation, path) for violation in error.violations] or renamed_text(str(error), path)) from error
+        raise ConfigError(
+            [renamed(violation, path) for violation in error.violations] or renamed_text(str(error), path)
+        ) from error
     except ConversionError as error:
         details = [renamed_text(detail, path) for detail in error.details]
-        raise ConversionError(f"{path}: {renamed_text(error.what, path)}", renamed_text(error.fix, path), details) from error
+        raise ConversionError(
+            f"{path}: {renamed_text(error.what, path)}", renamed_text(error.fix, path), details
+        ) from error
     except ModelError as error:
         raise ModelError(f"{path}: {renamed_text(str(error), path)}") from error
 
 
-def _check_vocabulary(policy: PolicyConfig, section: PolicyConfig, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_vocabulary(
+    policy: PolicyConfig,
+    section: PolicyConfig,
+    path: str,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Refuse a model that would read other tokens than the policy wrote.
 
     A model brings its tokenizer along. Where it has none, the number of its tokens alone is compared.
@@ -155,10 +179,15 @@ def _check_vocabulary(policy: PolicyConfig, section: PolicyConfig, path: str, vo
     fix = f"give {path}.model_name a model with the tokens of policy.tokenizer"
     if max(known.values()) >= vocab_size:
         raise ModelError(
-            f"{path}.model_name = {section['model_name']!r}: its token ids lie in [0, {vocab_size}), and the policy's tokenizer has "
+            f"{path}.model_name = {section['model_name']!r}: its token ids lie in [0, {vocab_size}), and "
+            "the policy's tokenizer has "
             f"{max(known.values())}. Fix: {fix}"
         )
-    own = section["tokenizer"] if section["tokenizer"] != policy["tokenizer"] else {"name": section["model_name"]}
+    own = (
+        section["tokenizer"]
+        if section["tokenizer"] != policy["tokenizer"]
+        else {"name": section["model_name"]}
+    )
     if own == {"name": policy["model_name"]}:
         return
     try:
@@ -166,19 +195,26 @@ def _check_vocabulary(policy: PolicyConfig, section: PolicyConfig, path: str, vo
     except ModelError:
         if section["tokenizer"] != policy["tokenizer"]:
             raise
-        logger.warning("%s.model_name = %s has no tokenizer: its tokens are taken to be the policy's", path, section["model_name"])
+        logger.warning(
+            "%s.model_name = %s has no tokenizer: its tokens are taken to be the policy's",
+            path,
+            section["model_name"],
+        )
         return
     different = sorted((index, token) for token, index in known.items() if others.get(token) != index)
     if different:
         index, token = different[0]
         raise ModelError(
-            f"{path}.model_name = {section['model_name']!r}: {len(different)} of the {len(known)} tokens of the policy's tokenizer have "
-            f"another id in its own, or none: first {token!r} = {index}, there {others.get(token)}. Fix: {fix}"
+            f"{path}.model_name = {section['model_name']!r}: {len(different)} of the {len(known)} tokens of "
+            "the policy's tokenizer have "
+            f"another id in its own, or none: first {token!r} = {index}, there {others.get(token)}. Fix: "
+            f"{fix}"
         )
 
 
 def _plain_file(path: Path) -> Architecture | None:
-    """What a ``config.json`` says, where it is plain; a file that cannot be read is refused by transformers."""
+    """What a ``config.json`` says, where it is plain; a file that cannot be read is refused by
+    transformers."""
     try:
         return read_plain(read_json_object(path))
     except (FileNotFoundError, ConversionError):
@@ -192,13 +228,20 @@ def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any
         # Model code, the checks of a config's fields and the
         # file system raise errors of many unrelated classes.
         raise ModelError(
-            f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: {type(error).__name__}: {error}. "
-            "Fix: give the directory of a complete Hugging Face model; where transformers does not know its kind, one with a config class "
+            f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: "
+            f"{type(error).__name__}: {error}. "
+            "Fix: give the directory of a complete Hugging Face model; where transformers does not know its "
+            "kind, one with a config class "
             "beside it (auto_map in config.json) and policy.trust_remote_code=true"
         ) from error
 
 
-def _check(policy: PolicyConfig, plain: Architecture | None, read: Callable[[], Any], source: HuggingFaceSource | None) -> int:
+def _check(
+    policy: PolicyConfig,
+    plain: Architecture | None,
+    read: Callable[[], Any],
+    source: HuggingFaceSource | None,
+) -> int:
     """The vocabulary size; without a source the config alone is checked.
 
     Args:
@@ -232,9 +275,11 @@ def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
     return architecture
 
 
-def _runs_on_torch(policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None) -> bool:
-    """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written down here. What else there is
-    has to be built to be judged."""
+def _runs_on_torch(
+    policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None
+) -> bool:
+    """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written
+    down here. What else there is has to be built to be judged."""
     settings = policy.get("dtensor_cfg")
     own_plan = settings and settings["enabled"] and settings["custom_parallel_plan"] is not None
     if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
@@ -271,9 +316,15 @@ def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSourc
     model = build_on_meta(config, scores=scores(policy), trust_remote_code=policy["trust_remote_code"])
     settings = policy.get("dtensor_cfg")
     if settings and settings["enabled"] and settings["tensor_parallel_size"] > 1:
-        choose_plan(model, sequence_parallel=settings["sequence_parallel"], custom=settings["custom_parallel_plan"])
+        choose_plan(
+            model, sequence_parallel=settings["sequence_parallel"], custom=settings["custom_parallel_plan"]
+        )
     if source is not None:
-        check_names(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, tied=is_tied(model))
+        check_names(
+            source,
+            {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+            tied=is_tied(model),
+        )
 
 
 def tokens_of_pictures(policy: PolicyConfig) -> frozenset[int]:
@@ -309,7 +360,10 @@ def check_tokens(
     fix = "give policy.tokenizer.name the tokenizer that belongs to policy.model_name"
     pad = tokenizer.pad_token_id
     if not 0 <= pad < vocab_size:
-        raise ModelError(f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, {vocab_size}). Fix: {fix}")
+        raise ModelError(
+            f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, "
+            f"{vocab_size}). Fix: {fix}"
+        )
     if dataset.examples.largest_token(with_answers) < vocab_size:
         return
     for example in dataset.examples:
@@ -322,12 +376,16 @@ def check_tokens(
             )
 
 
-def _refuse_pictures(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, with_answers: bool, pictures: Collection[int]) -> None:
+def _refuse_pictures(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, with_answers: bool, pictures: Collection[int]
+) -> None:
     found = dataset.examples.first_with(pictures, with_answers) if pictures else None
     if found is not None:
         example, token = found
         raise DataError(
-            f"record {example.index} (counted from 0) has token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which stands for "
-            "a picture, or begins or ends one: of a model that also sees megarl trains the text alone. Fix: leave out records with "
+            f"record {example.index} (counted from 0) has token id {token} "
+            f"({tokenizer.convert_ids_to_tokens(token)!r}), which stands for "
+            "a picture, or begins or ends one: of a model that also sees megarl trains the text alone. Fix: "
+            "leave out records with "
             "pictures, and take such words out of texts"
         )

@@ -1,7 +1,7 @@
 """Checks of this machine against a configuration, made before a run creates or starts anything.
 
-A configuration may be right and still not run here: a package, a GPU, a directory, the network is missing. Each
-check yields what it finds, so that one list names everything at once.
+A configuration may be right and still not run here: a package, a GPU, a directory, the network is missing.
+Each check yields what it finds, so that one list names everything at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _LEAST_FILES = 256
 """Open files of one process: a worker of a small run on the CPU was seen to have 136."""
 
 _THREADS_OF_RAY, _THREADS_OF_RANK = 200, 80
-"""Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on two cores."""
+"""Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on
+two cores."""
 
 _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
 """Packages that switches of the configuration need, which are also the names of megarl's extras."""
@@ -67,9 +68,16 @@ _DOCTOR = "megarl doctor says how to install it"
 _PACKAGES_OF_MEGATRON = (
     ("transformer_engine", True, "transformer-engine", _DOCTOR, "auto"),
     ("moe_permute_fusion", True, "transformer-engine", _DOCTOR, "false"),
-    ("moe_token_dispatcher_type", "flex", "deep_ep", "install DeepEP (https://github.com/deepseek-ai/DeepEP)", "alltoall"),
+    (
+        "moe_token_dispatcher_type",
+        "flex",
+        "deep_ep",
+        "install DeepEP (https://github.com/deepseek-ai/DeepEP)",
+        "alltoall",
+    ),
 )
-"""Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write instead."""
+"""Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write
+instead."""
 
 
 def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
@@ -106,18 +114,28 @@ def require_files_of_models(found: Sequence[Violation]) -> None:
 def print_findings(found: Sequence[Violation], console: Console) -> None:
     """Say at the end of a dry run what a real one would be refused for on this machine."""
     if found:
-        console.print(f"not on this machine ({len(found)}); a run here would be refused:", markup=False, style="bold yellow")
+        console.print(
+            f"not on this machine ({len(found)}); a run here would be refused:",
+            markup=False,
+            style="bold yellow",
+        )
         console.print(redacted_text(numbered(found)), markup=False, highlight=False)
 
 
 def missing_engine(config: RunConfig) -> Iterator[Violation]:
-    """Yield the engine that generates, and packages that Megatron-Core needs for what is asked of it, where they are not installed."""
+    """Yield the engine that generates, and packages that Megatron-Core needs for what is asked of it, where
+    they are not installed."""
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
         extra, _, otherwise = kind.extra.partition(" ")
-        fix = f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the policy itself generates"
-        yield Violation(GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix)
+        fix = (
+            f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the policy "
+            "itself generates"
+        )
+        yield Violation(
+            GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix
+        )
     for path in (POLICY, *model_sections(config)):
         for name, value, package, installation, otherwise in _PACKAGES_OF_MEGATRON:
             key = f"{path}.megatron_cfg.{name}"
@@ -135,13 +153,15 @@ def missing_sinks(config: RunConfig) -> Iterator[Violation]:
 
 
 def _can_be_imported(package: str) -> bool:
-    """Whether a package is there, from whatever distribution; a directory of its name (W&B makes one) is none."""
+    """Whether a package is there, from whatever distribution; a directory of its name (W&B makes one) is
+    none."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def absent_devices(config: RunConfig) -> Iterator[Violation]:
-    """Yield the GPUs or worker slots that a local Ray would lack; a cluster that runs already says itself what it has."""
+    """Yield the GPUs or worker slots that a local Ray would lack; a cluster that runs already says itself
+    what it has."""
     if _ray_address() is not None:
         return
     nodes, ranks = training_shape(View(config))
@@ -162,7 +182,10 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
         machines = f" ({nodes} nodes of {ranks})" if nodes > 1 else ""
         lent = "; engines apart from the policy have GPUs of their own" if apart is not None else ""
         bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
-        fix = "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or RAY_ADDRESS of a Ray that runs)"
+        fix = (
+            "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or "
+            "RAY_ADDRESS of a Ray that runs)"
+        )
         if present:
             fix += f"; or write cluster.gpus_per_node={present} where the layout fits"
         elif not nvml.count_devices():
@@ -171,7 +194,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
-    """Yield rewards and environments of the user's that cannot be imported or called as they are, and programs that cannot be shut in."""
+    """Yield rewards and environments of the user's that cannot be imported or called as they are, and
+    programs that cannot be shut in."""
     for key, section in environments_of(config.get("env") or {}).items():
         try:
             if is_import_path(section.get("environment", "")):
@@ -185,7 +209,9 @@ def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
 
 def missing_data(config: RunConfig) -> Iterator[Violation]:
     """Yield data files that are not there."""
-    for key, source in itertools.chain.from_iterable(sources_of(config["data"], name) for name in ("train", "validation")):
+    for key, source in itertools.chain.from_iterable(
+        sources_of(config["data"], name) for name in ("train", "validation")
+    ):
         path = source.get("path")
         if path is not None and not Path(path).expanduser().exists():
             fix = "give the path of a JSON lines, parquet, CSV or TSV file, or of a saved data set"
@@ -193,7 +219,8 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
-    """Yield directories of the run that cannot be written, or whose file system has no room for what the run leaves there."""
+    """Yield directories of the run that cannot be written, or whose file system has no room for what the run
+    leaves there."""
     # what cannot be made, and what is on one file system, is said once
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
     for key, (place, size) in _places_of_run(config).items():
@@ -229,12 +256,24 @@ def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> I
     key, place, _ = max(together, key=lambda each: each[2])
     usage = shutil.disk_usage(nearest_directory(place))
     # a run that is resumed has written part of it
-    roots = [path for _, path, _ in together if not any(path.is_relative_to(other) for _, other, _ in together if other != path)]
+    roots = [
+        path
+        for _, path, _ in together
+        if not any(path.is_relative_to(other) for _, other, _ in together if other != path)
+    ]
     needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
     # some file systems of objects say that they have no bytes at all
     if usage.total and usage.free < needed:
-        bound = f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of checkpoints and exports"
-        yield Violation(key, at(config, key), bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
+        bound = (
+            f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of "
+            "checkpoints and exports"
+        )
+        yield Violation(
+            key,
+            at(config, key),
+            bound,
+            f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)",
+        )
 
 
 def unreadable_key(config: RunConfig) -> Iterator[Violation]:
@@ -254,15 +293,20 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
     try:
         socket.create_connection((place.hostname or "", place.port or 6379), timeout=_LOOK_S).close()
     except (OSError, ValueError) as error:
-        fix = "start it there (ray start --head), correct RAY_ADDRESS, or unset it: then a local Ray is started"
+        fix = (
+            "start it there (ray start --head), correct RAY_ADDRESS, or unset it: then a local Ray is started"
+        )
         yield Violation("RAY_ADDRESS", address, f"nothing answers there: {error}", fix)
 
 
 def low_limits(config: RunConfig) -> Iterator[Violation]:
-    """Yield limits on processes and open files under which a local Ray with the run's workers would not come up."""
+    """Yield limits on processes and open files under which a local Ray with the run's workers would not come
+    up."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
-        yield Violation("ulimit -n", files, f"a run opens {_LEAST_FILES} files and more", f"ulimit -n {_LEAST_FILES * 16}")
+        yield Violation(
+            "ulimit -n", files, f"a run opens {_LEAST_FILES} files and more", f"ulimit -n {_LEAST_FILES * 16}"
+        )
     nodes, ranks = training_shape(View(config))
     workers = (1 if _ray_address() is not None else nodes) * ranks * len(model_roles(config))
     needed = _THREADS_OF_RAY + workers * _THREADS_OF_RANK
@@ -273,11 +317,16 @@ def low_limits(config: RunConfig) -> Iterator[Violation]:
 
 
 def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
-    """Yield name, value and use of each limit on processes and threads that holds for this user or container."""
+    """Yield name, value and use of each limit on processes and threads that holds for this user or
+    container."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # root is not held to it
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        used = sum(process.info["num_threads"] or 0 for process in psutil.process_iter(["uids", "num_threads"]) if _is_ours(process))
+        used = sum(
+            process.info["num_threads"] or 0
+            for process in psutil.process_iter(["uids", "num_threads"])
+            if _is_ours(process)
+        )
         yield "ulimit -u", soft, used
     group = Path("/sys/fs/cgroup")
     try:
@@ -298,7 +347,8 @@ _TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm"
 
 
 def unreachable_models(config: RunConfig) -> Iterator[Violation]:
-    """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one look each, all at once."""
+    """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one
+    look each, all at once."""
     names: dict[str, str] = {}
     for path in (POLICY, *model_sections(config)):
         section = at(config, path)
@@ -310,21 +360,28 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
     for look in looks:
         look.join(_LOOK_S)
         if look.fault is not None:
-            fix = "correct the name, give a directory of a model, or download it where there is a network (its cache is taken)"
+            fix = (
+                "correct the name, give a directory of a model, or download it where there is a network "
+                "(its cache is taken)"
+            )
             yield Violation(look.key, look.model, look.fault, fix)
 
 
 def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
-    """Yield a directory in which there is no tokenizer: transformers would make one of it that knows no token."""
+    """Yield a directory in which there is no tokenizer: transformers would make one of it that knows no
+    token."""
     name = config[POLICY]["tokenizer"]["name"]
     directory = Path(name).expanduser()
-    if directory.is_dir() and not any(word in file.name for file in directory.iterdir() for word in _TOKENIZER_WORDS):
+    if directory.is_dir() and not any(
+        word in file.name for file in directory.iterdir() for word in _TOKENIZER_WORDS
+    ):
         fix = "copy the tokenizer's files there, or set policy.tokenizer.name to a model that has them"
         yield Violation(f"{POLICY}.tokenizer.name", name, "there is no tokenizer in that directory", fix)
 
 
 def _is_of_hub(name: str) -> bool:
-    """Whether a name has to be asked for on the hub: it is no path, and its weights or at least its config are not in the cache."""
+    """Whether a name has to be asked for on the hub: it is no path, and its weights or at least its config
+    are not in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -359,16 +416,23 @@ class _HubLook(threading.Thread):
             get_hf_file_metadata(hf_hub_url(self.model, "config.json"), timeout=_LOOK_S)
             self.fault = None
         except GatedRepoError:
-            self.fault = "the hub gives it only to those who were granted access: log in (hf auth login, or HF_TOKEN)"
+            self.fault = (
+                "the hub gives it only to those who were granted access: log in (hf auth login, or HF_TOKEN)"
+            )
         except (RepositoryNotFoundError, HFValidationError):
-            self.fault = "it is no directory on this disk, and the hub has no such model (or not for you: hf auth login)"
+            self.fault = (
+                "it is no directory on this disk, and the hub has no such model (or not for you: "
+                "hf auth login)"
+            )
         except EntryNotFoundError:
             self.fault = "the hub has it without a config.json"
         except OfflineModeIsEnabled:
             self.fault = "it is not on this disk, and HF_HUB_OFFLINE forbids asking the hub"
         # the client raises the errors of its HTTP library, which all mean the same here
         except Exception as error:
-            self.fault = f"it is not on this disk, and the hub cannot be reached ({type(error).__name__}: {error})"
+            self.fault = (
+                f"it is not on this disk, and the hub cannot be reached ({type(error).__name__}: {error})"
+            )
 
 
 def _ray_address() -> str | None:

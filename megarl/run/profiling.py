@@ -20,7 +20,8 @@ DIRECTORY = "profiles"
 
 
 class StepProfiler:
-    """Opens and closes the capture range of the CUDA profiler, which Nsight Systems waits for, and torch's profiler on some ranks.
+    """Opens and closes the capture range of the CUDA profiler, which Nsight Systems waits for, and torch's
+    profiler on some ranks.
 
     Args:
         policy: whose workers record.
@@ -35,7 +36,8 @@ class StepProfiler:
         self._begun: int | None = None
 
     def begin(self, step: int) -> None:
-        """Start recording, if this is the first step of the range, or of what a resumed run has left of it."""
+        """Start recording, if this is the first step of the range, or of what a resumed run has left of
+        it."""
         if self._begun is not None or step not in self._steps:
             return
         self._policy.start_gpu_profiling()
@@ -63,4 +65,6 @@ def tell_worker_groups(section: ProfilerConfig) -> None:
     """Let the worker groups of this process know which of them are to run under Nsight Systems."""
     if section["nsys_workers"] is not None:
         steps = ":".join(map(str, section["steps"] or ()))
-        env.set_variables({"MEGARL_NSYS_WORKER_PATTERNS": section["nsys_workers"], "MEGARL_NSYS_PROFILE_STEP_RANGE": steps})
+        env.set_variables(
+            {"MEGARL_NSYS_WORKER_PATTERNS": section["nsys_workers"], "MEGARL_NSYS_PROFILE_STEP_RANGE": steps}
+        )

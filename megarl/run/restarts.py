@@ -1,7 +1,9 @@
-"""Restarts within a launch: after workers were lost, all of them are built anew, and go on from the newest whole checkpoint.
+"""Restarts within a launch: after workers were lost, all of them are built anew, and go on from the newest
+whole checkpoint.
 
-What one worker held, the others cannot make up for: their collectives are broken, and their step is half done. So all of them end, what
-they took is free again, and the run does in its process what its next launch would do.
+What one worker held, the others cannot make up for: their collectives are broken, and their step is half
+done. So all of them end, what they took is free again, and the run does in its process what its next launch
+would do.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SLURM_RESTARTS = 3
 
 _LOOK_S = 5.0
 _IN_A_JOB_S = 60.0
-"""That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job has others."""
+"""That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued
+job has others."""
 
 
 def most_restarts(cluster: ClusterConfig) -> int:
@@ -70,17 +73,24 @@ class Restarts:
             error: that ended the present ones, which are gone.
 
         Raises:
-            MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop, or there were ``most``.
+            MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop,
+                or there were ``most``.
         """
         # places that the run has had, and that were there before
         # it was built anew, are gone by the loss of a node
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
-        lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built) or lost_places
+        lost = (
+            isinstance(error, WorkerLostError)
+            or (isinstance(error, DeadlineError) and self.built)
+            or lost_places
+        )
         if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
         # Not built: a deadline that passes from now on may mean that places are missing.
         self.workers, self.built = self.workers + 1, False
-        logger.warning("workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error)
+        logger.warning(
+            "workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error
+        )
 
     def engines_lost(self, error: MegarlError) -> None:
         """Count a restart of the engines alone."""
@@ -97,7 +107,9 @@ class Restarts:
         return {name: float(count) for name, count in counts.items() if count}
 
 
-def await_places(check: Callable[[], None], seconds: float, error: MegarlError, wait: Callable[[float], None] = time.sleep) -> None:
+def await_places(
+    check: Callable[[], None], seconds: float, error: MegarlError, wait: Callable[[float], None] = time.sleep
+) -> None:
     """Wait until the cluster has places for all workers again.
 
     Args:

@@ -64,7 +64,11 @@ class ResumePoint:
         return self._path(role, OPTIMIZER)
 
     def _path(self, role: Role, part: str) -> Path | None:
-        return None if self.checkpoint is None or role.directory is None else self.checkpoint / role.directory / part
+        return (
+            None
+            if self.checkpoint is None or role.directory is None
+            else self.checkpoint / role.directory / part
+        )
 
 
 def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
@@ -93,7 +97,8 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
     step, sampler = info.get("step"), info.get("sampler")
     if not isinstance(step, int) or not isinstance(sampler, Mapping):
         raise UnusableCheckpointError(
-            f"checkpoint {path}: training_info has step = {step!r} and sampler = {sampler!r}, expected a whole number and an object. "
+            f"checkpoint {path}: training_info has step = {step!r} and sampler = {sampler!r}, expected a "
+            "whole number and an object. "
             f"Fix: remove {path} to resume from an earlier one"
         )
     return ResumePoint(step, sampler, path)
@@ -103,13 +108,15 @@ def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
     faults = "; ".join(f"{path}: {', '.join(problems[:3])}" for path, problems in damaged.items())
     return (
         f"the run has {len(damaged)} checkpoints and none can be used. {faults}. "
-        "Fix: bring one back from a copy, or start over with checkpointing.resume=never, for one launch alone; "
+        "Fix: bring one back from a copy, or start over with checkpointing.resume=never, for one launch "
+        "alone; "
         "the rows of metrics.jsonl are kept beside then"
     )
 
 
 def report_changes(start: ResumePoint, config: RunConfig) -> None:
-    """Compare the configuration with that of the checkpoint that a run goes on from, and say what is another one.
+    """Compare the configuration with that of the checkpoint that a run goes on from, and say what is another
+    one.
 
     Raises:
         ConfigError: a change would do nothing, or is not accepted (``checkpointing.accept_changes``).
@@ -122,9 +129,13 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
     try:
         before = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UnusableCheckpointError(f"{path} cannot be read: {error}. Fix: resume from another one") from error
+        raise UnusableCheckpointError(
+            f"{path} cannot be read: {error}. Fix: resume from another one"
+        ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
-    for key, (old, new) in check_changes(redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]).items():
+    for key, (old, new) in check_changes(
+        redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
+    ).items():
         logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
 
 
@@ -156,14 +167,16 @@ class CheckpointWriter:
         before_commit: called when all of a checkpoint is written but its name.
         most_failed: so many saves in a row that fail end the run.
         estimated_bytes: what a checkpoint takes, where none is there yet.
-        memory: checkpoints wait there while training goes on and another process writes them, at most one at a time; None: training waits.
+        memory: checkpoints wait there while training goes on and another process writes them, at most one at
+            a time; None: training waits.
         longest_s: that it may take once it is waited for.
         beside: writes what else a checkpoint has into its directory.
         turns: bring each model to the devices, where several share them.
         in_flight: the one that is being written.
         seconds: that the last one of them took.
         failed: steps whose checkpoints could not be written, since the last one that could.
-        metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its absence was said (``_TOLD``).
+        metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its
+            absence was said (``_TOLD``).
     """
 
     manager: CheckpointManager
@@ -188,10 +201,12 @@ class CheckpointWriter:
         return step == last_step or step % self.save_period == 0
 
     def require_metric(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be ranked by it.
+        """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be
+        ranked by it.
 
-        One that an earlier step had, or that is absent from a validation some answers of which could not be scored, is no wrong name: the
-        checkpoint of such a step has no figure, and is the best one only where none has. That is said once.
+        One that an earlier step had, or that is absent from a validation some answers of which could not be
+        scored, is no wrong name: the checkpoint of such a step has no figure, and is the best one only where
+        none has. That is said once.
 
         Args:
             metrics: of a step that was taken; those of a validation tell of its names too.
@@ -201,26 +216,45 @@ class CheckpointWriter:
         """
         name, known = self.manager.metric_name, _ranking_metrics(metrics)
         of_validation = name is not None and name.startswith(_OF_VALIDATION)
-        if name is None or name == "step" or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known)):
+        if (
+            name is None
+            or name == "step"
+            or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known))
+        ):
             return
         if name in known:
             self.metric_notes.add(_HAD)
             return
-        if _HAD in self.metric_notes or self._some_checkpoint_has_it() or (of_validation and metrics.get(_SCORED, 1.0) < 1):
+        if (
+            _HAD in self.metric_notes
+            or self._some_checkpoint_has_it()
+            or (of_validation and metrics.get(_SCORED, 1.0) < 1)
+        ):
             if _TOLD not in self.metric_notes:
                 self.metric_notes.add(_TOLD)
                 logger.warning(
-                    "checkpointing.metric_name = %s is not among the metrics of this step: a checkpoint without it is not taken for the "
+                    "checkpointing.metric_name = %s is not among the metrics of this step: a checkpoint "
+                    "without it is not taken for the "
                     "best where another has it. This is not said again",
                     name,
                 )
             return
         kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
         alike = difflib.get_close_matches(name, kin, n=3, cutoff=0.5) or sorted(kin)
-        raise ConfigError([Violation("checkpointing.metric_name", name, "this run has no such metric", f"write {' or '.join(alike)}")])
+        raise ConfigError(
+            [
+                Violation(
+                    "checkpointing.metric_name",
+                    name,
+                    "this run has no such metric",
+                    f"write {' or '.join(alike)}",
+                )
+            ]
+        )
 
     def _some_checkpoint_has_it(self) -> bool:
-        """Whether some checkpoint has the metric; also where the storage does not say, which is no reason to end a run."""
+        """Whether some checkpoint has the metric; also where the storage does not say, which is no reason to
+        end a run."""
         try:
             return self.manager.has_metric()
         except StorageError as error:
@@ -229,22 +263,30 @@ class CheckpointWriter:
 
     @contextmanager
     def saving(
-        self, step: int, sampler_state: Mapping[str, Any], metrics: Mapping[str, float], is_last: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        sampler_state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        is_last: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """Write a checkpoint, run the block, then make the checkpoint visible.
 
-        What the block leaves (the log of the step) so exists before anyone can resume after the step, and never without it.
+        What the block leaves (the log of the step) so exists before anyone can resume after the step, and
+        never without it.
 
-        A checkpoint that cannot be written is removed, with a warning, and the run goes on with the earlier ones.
+        A checkpoint that cannot be written is removed, with a warning, and the run goes on with the earlier
+        ones.
 
         Args:
             step: finished steps.
             sampler_state: where the data stand.
             metrics: of the step.
-            is_last: asked where the checkpoint could not be written: whether no other one follows, so that going on would lose the step.
+            is_last: asked where the checkpoint could not be written: whether no other one follows, so that
+                going on would lose the step.
 
         Raises:
-            CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could not.
+            CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
+                not.
         """
         self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
@@ -297,9 +339,11 @@ class CheckpointWriter:
             self._discard(current.path)
         self._settled(current.step, failure, is_last)
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also where an error ends the run, and
-        forget it where the run is to end at once."""
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also
+        where an error ends the run, and forget it where the run is to end at once."""
         if self.in_flight and not (error is None or isinstance(error, Exception)):
             current = self.in_flight.pop()
             current.write.abort()
@@ -313,7 +357,9 @@ class CheckpointWriter:
             # of a save that was broken off before it was in flight
             self.memory.free()
 
-    def _settled(self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]) -> None:
+    def _settled(
+        self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]
+    ) -> None:
         """Count a checkpoint that is there, or is not."""
         if failure is not None:
             self._note_failure(step, failure, is_last())
@@ -332,7 +378,8 @@ class CheckpointWriter:
         return self.manager.bytes_of_latest() or self.estimated_bytes
 
     def _left_in(self, memory: CheckpointMemory) -> CheckpointMemory | None:
-        """The memory, when all models have written there; None where it has no room for them, as was known or came to light."""
+        """The memory, when all models have written there; None where it has no room for them, as was known or
+        came to light."""
         if not memory.take(self._needed_bytes()):
             return None
         try:
@@ -353,8 +400,12 @@ class CheckpointWriter:
             if role.directory is not None:
                 self.turns.bring(role)
                 places = directories(role)
-                weights, optimizer, tokenizer = (_below(places, role.directory, part) for part in (WEIGHTS, OPTIMIZER, TOKENIZER))
-                model.save_checkpoint(weights_path=weights, optimizer_path=optimizer, tokenizer_path=tokenizer)
+                weights, optimizer, tokenizer = (
+                    _below(places, role.directory, part) for part in (WEIGHTS, OPTIMIZER, TOKENIZER)
+                )
+                model.save_checkpoint(
+                    weights_path=weights, optimizer_path=optimizer, tokenizer_path=tokenizer
+                )
 
     def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:
         """Warn of a checkpoint that could not be written.
@@ -374,17 +425,28 @@ class CheckpointWriter:
         told = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
         what = f"the checkpoint of step {step} could not be written: {told}"
         if not is_last and len(self.failed) < self.most_failed:
-            logger.warning("%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed)
+            logger.warning(
+                "%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed
+            )
             return
-        why = "no other one follows" if is_last else f"{len(self.failed)} in a row, checkpointing.max_failed_saves = {self.most_failed}"
+        why = (
+            "no other one follows"
+            if is_last
+            else f"{len(self.failed)} in a row, checkpointing.max_failed_saves = {self.most_failed}"
+        )
         raise CheckpointError(
-            f"{what}; {kept}, and {why}. Fix: see to space and permissions in {directory}, and start again to go on from there"
+            f"{what}; {kept}, and {why}. Fix: see to space and permissions in {directory}, and start again "
+            "to go on from there"
         ) from failure
 
 
 def _below(places: Path | list[Path], *parts: str) -> str | list[str]:
     """A path below a directory, or below each of a list."""
-    return [str(place.joinpath(*parts)) for place in places] if isinstance(places, list) else str(places.joinpath(*parts))
+    return (
+        [str(place.joinpath(*parts)) for place in places]
+        if isinstance(places, list)
+        else str(places.joinpath(*parts))
+    )
 
 
 _OF_VALIDATION = ("val_", "validation/")
@@ -393,6 +455,11 @@ _HAD, _TOLD = "had", "told"
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``: names that ``metric_name`` may take."""
-    short = {f"val_{name.removeprefix('validation/')}": value for name, value in metrics.items() if name.startswith("validation/")}
+    """The step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``: names that
+    ``metric_name`` may take."""
+    short = {
+        f"val_{name.removeprefix('validation/')}": value
+        for name, value in metrics.items()
+        if name.startswith("validation/")
+    }
     return {**metrics, **short}

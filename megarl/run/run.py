@@ -139,7 +139,11 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         inputs = read_inputs(config, stack)
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         with phase("checkpoints looked for", is_told=False):
-            start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
+            start = (
+                find_resume_point(manager, config["checkpointing"]["resume"])
+                if manager is not None
+                else ResumePoint()
+            )
         report_changes(start, config)
         with _written("run_dir", run_dir):
             _write_config(run_dir, config)
@@ -152,14 +156,28 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
             sinks = _open_sinks(config, run_dir, stack)
-        launch = _Launch(config, placed, run_dir, lock, memory, inputs, schedule, attempt, restarts, sinks, make_policy or start_policy)
+        launch = _Launch(
+            config,
+            placed,
+            run_dir,
+            lock,
+            memory,
+            inputs,
+            schedule,
+            attempt,
+            restarts,
+            sinks,
+            make_policy or start_policy,
+        )
         while True:
             try:
                 return _train(launch, start, sampler, manager)
             except MegarlError as error:
                 restarts.require(error)
                 lock.require_place()
-                await_places(lambda: check_places(placed), patience_for_places(config["deadlines"]["init_s"]), error)
+                await_places(
+                    lambda: check_places(placed), patience_for_places(config["deadlines"]["init_s"]), error
+                )
                 # what the lost workers left unfinished goes
                 manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
@@ -219,7 +237,13 @@ class _Launch:
 def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: CheckpointManager | None) -> int:
     """Build all workers and train from a point on; returns the exit code. However it ends, the workers are
     gone afterwards."""
-    config, run_dir, inputs, schedule, restarts = launch.config, launch.run_dir, launch.inputs, launch.schedule, launch.restarts
+    config, run_dir, inputs, schedule, restarts = (
+        launch.config,
+        launch.run_dir,
+        launch.inputs,
+        launch.schedule,
+        launch.restarts,
+    )
     with ExitStack() as stack:
         reporting = _open_reporting(launch, start, stack)
         tell_worker_groups(config["profiler"])
@@ -240,7 +264,18 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             skipped = SkippedBatches(run_dir / DIRECTORY)
             samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
-        parts = Parts(launch.placed, models, refit, *read, sampler, reporting.timer, skipped, samples, turns, schedule.total_steps)
+        parts = Parts(
+            launch.placed,
+            models,
+            refit,
+            *read,
+            sampler,
+            reporting.timer,
+            skipped,
+            samples,
+            turns,
+            schedule.total_steps,
+        )
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
         stack.callback(algorithm.close)
         if start.checkpoint is not None:
@@ -294,7 +329,9 @@ def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumeP
     return find_resume_point(manager, "auto")
 
 
-def _open_checkpoints(section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
+def _open_checkpoints(
+    section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack
+) -> CheckpointManager | None:
     """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may
     write there."""
     if not section["enabled"]:
@@ -316,7 +353,9 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
         lock = stack.enter_context(RunLock(directory))
         found = first_special(directory)
     if found is not None:
-        raise ConfigError([Violation(key, str(directory), f"{found[0].name} in it is {found[1]}, not a file", "remove it")])
+        raise ConfigError(
+            [Violation(key, str(directory), f"{found[0].name} in it is {found[1]}, not a file", "remove it")]
+        )
     return lock
 
 
@@ -332,7 +371,14 @@ def _written(key: str, directory: Path) -> Iterator[None]:
         file = "" if error.filename in (None, str(directory)) else f" ({error.filename})"
         bound = f"it cannot be made or written: {why}{file}"
         raise ConfigError(
-            [Violation(key, str(directory), bound, "give a directory that you may write to, with space on its disk")]
+            [
+                Violation(
+                    key,
+                    str(directory),
+                    bound,
+                    "give a directory that you may write to, with space on its disk",
+                )
+            ]
         ) from error
 
 
@@ -342,7 +388,11 @@ def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
     figures = models[ACTOR].memory_figures()
     for role, model in models.items():
         if role != ACTOR:
-            figures |= {f"{role.name}_{name}": value for name, value in model.memory_figures().items() if name in _OF_PROCESSES}
+            figures |= {
+                f"{role.name}_{name}": value
+                for name, value in model.memory_figures().items()
+                if name in _OF_PROCESSES
+            }
     return figures
 
 
@@ -364,7 +414,9 @@ def _writer(
     save_period = config["checkpointing"]["save_period"]
     flush = samples.files.flush if samples is not None else lambda: None
     facts = facts_of_policy(config["policy"])
-    estimated = 0 if facts is None else checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)
+    estimated = (
+        0 if facts is None else checkpoint_bytes(config["policy"], facts) + checkpoint_bytes_beside(config)
+    )
     return CheckpointWriter(
         manager,
         models,
@@ -383,7 +435,11 @@ def _writer(
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
     """Say why a run ends before its last step; its exit code."""
-    advice = "start it again to go on from there" if has_checkpoints else "checkpointing.enabled is false: nothing of it is saved"
+    advice = (
+        "start it again to go on from there"
+        if has_checkpoints
+        else "checkpointing.enabled is false: nothing of it is saved"
+    )
     code = stop.exit_code
     console.stopped(f"stopped after step {step} ({stop.reason}); {advice}")
     stop.forget_files()
@@ -394,7 +450,9 @@ def _schedule(config: RunConfig, num_records: int) -> Schedule:
     section = own_section(config)
     # an algorithm of a user's own may neither count epochs nor validate
     return Schedule(
-        total_steps(section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]),
+        total_steps(
+            section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]
+        ),
         section.get("val_period", 0),
         section.get("val_at_start", False),
         section.get("val_at_end", False),
@@ -436,13 +494,20 @@ def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Re
     """The sinks, with what was logged after the checkpoint taken back, console and timer."""
     launch.sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(launch.config["algorithm"]).section()
-    console = TrainingConsole(launch.schedule.total_steps, f"{section.upper()} {Path(launch.config['policy']['model_name']).name}")
+    console = TrainingConsole(
+        launch.schedule.total_steps, f"{section.upper()} {Path(launch.config['policy']['model_name']).name}"
+    )
     stack.push(console)
     return Reporting(launch.sinks, console, PhaseTimer(on_change=console.working_on))
 
 
 def _open_samples(
-    config: RunConfig, run_dir: Path, start: ResumePoint, sinks: MetricSinks, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
+    config: RunConfig,
+    run_dir: Path,
+    start: ResumePoint,
+    sinks: MetricSinks,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
 ) -> SampleLog | None:
     """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep
     none."""
@@ -495,5 +560,7 @@ def _write_config(run_dir: Path, config: RunConfig) -> None:
         del written["checkpointing"]["checkpoint_dir"]
     path = run_dir / CONFIG_FILE
     temporary = path.with_name(f".{path.name}.tmp")
-    write_bytes_durably(temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode(), private=True)
+    write_bytes_durably(
+        temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode(), private=True
+    )
     rename_surely(temporary, path)

@@ -1,4 +1,5 @@
-"""Starts what a run consists of on Ray: the places, the policy on them, and the engines where something else generates."""
+"""Starts what a run consists of on Ray: the places, the policy on them, and the engines where something else
+generates."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ _DRIVER_IMPORTS = ("transformers.models.auto.tokenization_auto", "megarl.models.
 
 
 def engine_of(config: RunConfig) -> EngineKind | None:
-    """The kind of engine that generates the responses of a run; None where the policy itself generates, or nothing does.
+    """The kind of engine that generates the responses of a run; None where the policy itself generates, or
+    nothing does.
 
     Raises:
         ConfigError: there is no such engine.
@@ -59,11 +61,12 @@ _ray_start = {"seconds": 0.0}
 
 
 def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = math.inf) -> None:
-    """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
+    """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is
+    imported.
 
-    Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
-    From then on, this process ends with exit code 4, and its launch with a reason, when Ray's control process or the raylet of its node is
-    gone, stopped or silent, or a call of Ray does not come back.
+    Ray's start is waiting for processes, and importing is computing, so that both together take as long as
+    the longer one. From then on, this process ends with exit code 4, and its launch with a reason, when Ray's
+    control process or the raylet of its node is gone, stopped or silent, or a call of Ray does not come back.
 
     Args:
         stack: ends it.
@@ -105,15 +108,16 @@ def _import_for_driver() -> None:
 
 
 def uses_gpus(device: str, gpus: float) -> bool:
-    """Whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it takes GPUs where Ray has some.
+    """Whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it takes
+    GPUs where Ray has some.
 
     Args:
         device: ``cluster.device``.
         gpus: of the Ray cluster.
 
     Raises:
-        ConfigError: ``auto`` would take the CPU where a GPU is to be expected, in a job of Slurm or beside GPUs that the driver shows; or
-            ``MEGARL_DEVICE`` names another device than the configuration.
+        ConfigError: ``auto`` would take the CPU where a GPU is to be expected, in a job of Slurm or beside
+            GPUs that the driver shows; or ``MEGARL_DEVICE`` names another device than the configuration.
     """
     from megarl.distributed.device import wanted_device
 
@@ -121,7 +125,9 @@ def uses_gpus(device: str, gpus: float) -> bool:
     wanted = {device, said} - {"auto"}
     if len(wanted) > 1:
         fix = f"unset MEGARL_DEVICE, or write cluster.device={said}"
-        raise ConfigError([Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {said}", fix)])
+        raise ConfigError(
+            [Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {said}", fix)]
+        )
     if wanted:
         return wanted == {"cuda"}
     if not gpus:
@@ -133,12 +139,24 @@ def _refuse_the_cpu_where_gpus_are_expected() -> None:
     job, present = env.text("SLURM_JOB_ID"), nvml.count_devices()
     if job is None and not present:
         return
-    where = f"the NVIDIA driver has {present} GPUs on this machine" if present else f"this is job {job} of Slurm"
+    where = (
+        f"the NVIDIA driver has {present} GPUs on this machine" if present else f"this is job {job} of Slurm"
+    )
     fix = (
-        "write cluster.device=cpu to train on the CPU all the same; else give the job GPUs (sbatch --gpus-per-node=8), unset "
+        "write cluster.device=cpu to train on the CPU all the same; else give the job GPUs (sbatch "
+        "--gpus-per-node=8), unset "
         "CUDA_VISIBLE_DEVICES, and see what megarl doctor says of them"
     )
-    raise ConfigError([Violation("cluster.device", "auto", f"Ray has no GPU, although {where}: it would silently train on the CPU", fix)])
+    raise ConfigError(
+        [
+            Violation(
+                "cluster.device",
+                "auto",
+                f"Ray has no GPU, although {where}: it would silently train on the CPU",
+                fix,
+            )
+        ]
+    )
 
 
 def start_policy(
@@ -151,8 +169,9 @@ def start_policy(
     *,
     trains: bool = True,
 ) -> Policy:
-    """Reserve bundles for the workers and build the model of a role on them, on a Ray that is started where none runs yet; the stack takes
-    all of it down again. One that does not train has neither an optimizer nor a reference policy.
+    """Reserve bundles for the workers and build the model of a role on them, on a Ray that is started where
+    none runs yet; the stack takes all of it down again. One that does not train has neither an optimizer nor
+    a reference policy.
 
     Args:
         config: of the run; the role says which section the model is made by.
@@ -160,7 +179,8 @@ def start_policy(
         start: where the run goes on.
         stack: takes down what is started here.
         role: that the model plays.
-        beside: a model that was started before, whose bundles this one shares; None reserves bundles for all models of the run.
+        beside: a model that was started before, whose bundles this one shares; None reserves bundles for all
+            models of the run.
         trains: False for a policy alone, which nobody trains.
     """
     start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
@@ -201,15 +221,19 @@ def start_policy(
 def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
     """Return which weights a model starts with, and their bytes where they are known."""
     path = start.weights_path(role)
-    files = Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors") if path is None else path.rglob("*")
+    files = (
+        Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors")
+        if path is None
+        else path.rglob("*")
+    )
     size = sum(file.stat().st_size for file in files if file.is_file())
     of = "weights" if start.checkpoint is None else f"weights of {start.checkpoint.name}"
     return f"{size_text(size)} of {of}" if size else of
 
 
 def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
-    """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and counts once: not again where
-    workers are built anew, nor for a second model."""
+    """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and
+    counts once: not again where workers are built anew, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
     return max(deadlines["init_s"] - starting, 1.0) + reading
@@ -241,8 +265,11 @@ def start_models(
     return models
 
 
-def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack) -> CheckpointMemory:
-    """Where checkpoints wait that are written while training goes on: the shared memory of this node, or of each node that ranks are on.
+def checkpoint_memory(
+    checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack
+) -> CheckpointMemory:
+    """Where checkpoints wait that are written while training goes on: the shared memory of this node, or of
+    each node that ranks are on.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
@@ -251,7 +278,9 @@ def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack
     """
     import ray
 
-    nodes = {role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None}
+    nodes = {
+        role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None
+    }
     if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
         return OwnMemory(checkpoint_dir)
     from megarl.run.memory_of_nodes import MemoryOfNodes
@@ -279,7 +308,8 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
 
 
 def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | None:
-    """The bundles of engines apart from the policy, which nothing has reserved yet; None where there are none."""
+    """The bundles of engines apart from the policy, which nothing has reserved yet; None where there are
+    none."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
     own = generation_shape(View(config)) if engine_of(config) is not None else None
@@ -294,7 +324,8 @@ def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | No
 
 
 def watched_memory() -> SharedMemoryWatch:
-    """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went elsewhere, as Ray says."""
+    """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went
+    elsewhere, as Ray says."""
     import ray
 
     from megarl.distributed import ray_calls
@@ -308,7 +339,8 @@ def watched_memory() -> SharedMemoryWatch:
 
 
 def decided_device(config: RunConfig) -> str:
-    """``cluster.device``, and instead of ``auto`` what that means with the nodes that live now: once some are lost, it could mean another.
+    """``cluster.device``, and instead of ``auto`` what that means with the nodes that live now: once some are
+    lost, it could mean another.
 
     ``auto`` where no Ray runs, so that somebody else makes the workers.
 
@@ -326,7 +358,8 @@ def decided_device(config: RunConfig) -> str:
 
 
 def check_places(config: RunConfig) -> None:
-    """Look whether the living nodes have places for a run's models and engines, after some were lost; all is well where no Ray runs.
+    """Look whether the living nodes have places for a run's models and engines, after some were lost; all is
+    well where no Ray runs.
 
     Raises:
         ResourceInsufficientError: they have not.
@@ -342,9 +375,11 @@ def check_places(config: RunConfig) -> None:
 
 
 def start_engines(config: RunConfig, policy: Policy, stack: ExitStack) -> Refit | None:
-    """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the policy itself generates.
+    """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the
+    policy itself generates.
 
-    Engines on the policy's devices start when it has left them (``started_on_empty_devices``). The stack takes the engines down again.
+    Engines on the policy's devices start when it has left them (``started_on_empty_devices``). The stack
+    takes the engines down again.
 
     Raises:
         ConfigError: the engine cannot run the model on these devices.
@@ -368,7 +403,13 @@ def start_engines(config: RunConfig, policy: Policy, stack: ExitStack) -> Refit 
         return generation
 
     engines = started_on_empty_devices(policy if colocated else None, start)
-    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"], lost_nodes=cluster.lost_nodes)
+    return Refit(
+        policy,
+        engines,
+        colocated,
+        max_restarts=config["cluster"]["max_engine_restarts"],
+        lost_nodes=cluster.lost_nodes,
+    )
 
 
 def _text(path: Path | None) -> str | None:

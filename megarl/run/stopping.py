@@ -1,12 +1,12 @@
-"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and leaves with an exit code that says "start me
-again".
+"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and leaves with an
+exit code that says "start me again".
 
-Ctrl-C is such a request too, with the exit code that shells know; a terminal that closes is one like SIGTERM. Ray's processes do not get
-what is sent to the driver's group (``megarl.distributed.ray_processes``).
+Ctrl-C is such a request too, with the exit code that shells know; a terminal that closes is one like SIGTERM.
+Ray's processes do not get what is sent to the driver's group (``megarl.distributed.ray_processes``).
 
-A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops the run too, and the run
-writes there the step of the last checkpoint it committed. A signal to a whole Slurm job would end Ray's processes, whatever their group; a
-file reaches the driver alone.
+A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there
+stops the run too, and the run writes there the step of the last checkpoint it committed. A signal to a whole
+Slurm job would end Ray's processes, whatever their group; a file reaches the driver alone.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ class Attempt:
 
     Attributes:
         directory: where launcher and run leave files for one another; None without a launcher.
-        notice_s: seconds between the launcher's request to stop and the end of the machines; None when unknown.
+        notice_s: seconds between the launcher's request to stop and the end of the machines; None when
+            unknown.
     """
 
     directory: Path | None = None
     notice_s: int | None = None
 
     def checkpoint_committed(self, step: int) -> None:
-        """Tell the launcher that another start would go on after ``step``. What cannot be written costs no run."""
+        """Tell the launcher that another start would go on after ``step``. What cannot be written costs no
+        run."""
         if self.directory is None:
             return
         temporary = self.directory / f".{LAST_CHECKPOINT_FILE}.tmp"
@@ -63,19 +65,29 @@ class Attempt:
             write_bytes_durably(temporary, f"{step}\n".encode())
             rename_surely(temporary, self.directory / LAST_CHECKPOINT_FILE)
         except OSError as error:
-            logger.warning("the launcher is not told of the checkpoint of step %d, and may not requeue the job: %s", step, error)
+            logger.warning(
+                "the launcher is not told of the checkpoint of step %d, and may not requeue the job: %s",
+                step,
+                error,
+            )
 
 
 def this_attempt() -> Attempt:
-    """Return what the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and ``MEGARL_STOP_NOTICE_S``."""
+    """Return what the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and
+    ``MEGARL_STOP_NOTICE_S``."""
     directory = env.text("MEGARL_ATTEMPT_DIR")
-    return Attempt(None if directory is None else Path(directory), env.integer("MEGARL_STOP_NOTICE_S", 0) or None)
+    return Attempt(
+        None if directory is None else Path(directory), env.integer("MEGARL_STOP_NOTICE_S", 0) or None
+    )
 
 
 class StopRequest:
-    """Whether somebody wants the run to stop. The loop asks between steps; a signal outside of the loop ends the run at once."""
+    """Whether somebody wants the run to stop. The loop asks between steps; a signal outside of the loop ends
+    the run at once."""
 
-    def __init__(self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None) -> None:
+    def __init__(
+        self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None
+    ) -> None:
         """Args:
         files: any of them is a request once it exists.
         notice_s: seconds that a launcher leaves between its request and the end.
@@ -105,7 +117,8 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, the first signal only leaves a request; whoever is inside asks for it. A second one ends the run at once."""
+        """Inside, the first signal only leaves a request; whoever is inside asks for it. A second one ends
+        the run at once."""
         self._looping = True
         try:
             yield
@@ -114,7 +127,8 @@ class StopRequest:
 
     @contextmanager
     def keeping_exit_code(self) -> Iterator[None]:
-        """What ends the block at once leaves it with the exit code that is meant. Inside a call of Ray it is 1, whatever was raised."""
+        """What ends the block at once leaves it with the exit code that is meant. Inside a call of Ray it is
+        1, whatever was raised."""
         try:
             yield
         except SystemExit as error:
@@ -128,14 +142,17 @@ class StopRequest:
             self._time_left.took(step_s=seconds)
 
     def save_took(self, step_s: float, save_s: float) -> None:
-        """A step and its save have taken so long. Warns once when both hardly fit between a launcher's request and the end."""
+        """A step and its save have taken so long. Warns once when both hardly fit between a launcher's
+        request and the end."""
         if self._time_left is not None:
             self._time_left.took(save_s=save_s)
         if self._notice_s is None or step_s + save_s <= _SAFE_SHARE * self._notice_s:
             return
         logger.warning(
-            "a step and a save took %.1f s + %.1f s, and this job is told to stop only %d s before its end (MEGARL_STOP_NOTICE_S): "
-            "a stop may come too late and lose the step. Fix: submit with --signal=B:USR1@%d and MEGARL_STOP_NOTICE_S=%d",
+            "a step and a save took %.1f s + %.1f s, and this job is told to stop only %d s before its end "
+            "(MEGARL_STOP_NOTICE_S): "
+            "a stop may come too late and lose the step. Fix: submit with --signal=B:USR1@%d and "
+            "MEGARL_STOP_NOTICE_S=%d",
             step_s,
             save_s,
             self._notice_s,
@@ -157,7 +174,10 @@ class StopRequest:
                 raise KeyboardInterrupt
             self._end(STOPPED)
         if self._signal is not None:
-            _say(f"{signal.Signals(number).name} after {self._signal.name}: stopping at once, what came after the last checkpoint is lost")
+            _say(
+                f"{signal.Signals(number).name} after {self._signal.name}: stopping at once, what came "
+                "after the last checkpoint is lost"
+            )
             self._end(128 + number)
         self._signal = signal.Signals(number)
         _say(f"{self._signal.name}: stopping after this step; a second signal stops at once")
@@ -181,12 +201,15 @@ class StopRequest:
 
 
 @contextmanager
-def listening_for_stop(run_dir: Path, attempt: Attempt, time_left: TimeLeft | None = None) -> Iterator[StopRequest]:
-    """A request that SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the run's or the attempt's directory, or the end of
-    the launch's time turns on.
+def listening_for_stop(
+    run_dir: Path, attempt: Attempt, time_left: TimeLeft | None = None
+) -> Iterator[StopRequest]:
+    """A request that SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the run's or the
+    attempt's directory, or the end of the launch's time turns on.
 
-    A file in ``run_dir`` that is older than this start counts for nothing. Hold the run's lock. In another thread than the main one,
-    signals are not heard; and not those that this process was started to ignore, as by ``nohup``.
+    A file in ``run_dir`` that is older than this start counts for nothing. Hold the run's lock. In another
+    thread than the main one, signals are not heard; and not those that this process was started to ignore, as
+    by ``nohup``.
     """
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
@@ -206,7 +229,8 @@ def listening_for_stop(run_dir: Path, attempt: Attempt, time_left: TimeLeft | No
 
 
 def _say(text: str) -> None:
-    """A line on standard error, past buffers and locks that the interrupted code may be holding. Whoever read it may be gone already: then
-    nothing is said, as an error in the handler of a signal would end the step that the run is to finish."""
+    """A line on standard error, past buffers and locks that the interrupted code may be holding. Whoever read
+    it may be gone already: then nothing is said, as an error in the handler of a signal would end the step
+    that the run is to finish."""
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {text}\n".encode())

@@ -1,5 +1,5 @@
-"""When the time of a launch is over, and whether another step and its checkpoint still fit before: the look ahead of a run whose job has a
-time limit, under any launcher."""
+"""When the time of a launch is over, and whether another step and its checkpoint still fit before: the look
+ahead of a run whose job has a time limit, under any launcher."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class TimeLeft:
 
     @property
     def needed_s(self) -> float:
-        """Seconds that another step, its checkpoint and the end of the launch take. A save that was never measured counts like a step."""
+        """Seconds that another step, its checkpoint and the end of the launch take. A save that was never
+        measured counts like a step."""
         step = max(self._steps, default=0.0)
         return _SAFETY * (step + max(self._saves, default=step)) + ENDING_SECONDS
 
@@ -57,12 +58,15 @@ class TimeLeft:
         if left >= self.needed_s:
             return None
         when = datetime.datetime.fromtimestamp(self._end).astimezone().isoformat(sep=" ", timespec="seconds")
-        return f"{self._name} {when} is {max(left, 0.0):.0f} s away, another step and its checkpoint may take {self.needed_s:.0f} s"
+        return (
+            f"{self._name} {when} is {max(left, 0.0):.0f} s away, another step and its checkpoint may "
+            f"take {self.needed_s:.0f} s"
+        )
 
 
 def read_time(text: str, now: float | None = None) -> float:
-    """Unix seconds of a time that a user gives: ``2026-11-26T18:30`` of this machine's zone, or with a zone of its own; or ``+HH:MM[:SS]``
-    from now on.
+    """Unix seconds of a time that a user gives: ``2026-11-26T18:30`` of this machine's zone, or with a zone
+    of its own; or ``+HH:MM[:SS]`` from now on.
 
     Raises:
         ValueError: it is neither, or is over.
@@ -76,7 +80,8 @@ def read_time(text: str, now: float | None = None) -> float:
         end = datetime.datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError):
         raise ValueError(
-            f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters from now"
+            f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters "
+            "from now"
         ) from None
     if end <= now:
         raise ValueError(f"{text!r} is over. Fix: give a time to come")
@@ -84,7 +89,8 @@ def read_time(text: str, now: float | None = None) -> float:
 
 
 def time_left(stop_at: float | None) -> TimeLeft | None:
-    """The limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever comes first; None without either.
+    """The limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever comes
+    first; None without either.
 
     Raises:
         ValueError: ``SLURM_JOB_END_TIME`` is no whole number.
@@ -93,7 +99,9 @@ def time_left(stop_at: float | None) -> TimeLeft | None:
     # not set by Slurm 22.05 and older
     job_end = env.integer("SLURM_JOB_END_TIME", 0)
     if 0 < job_end <= time.time():
-        logger.warning("SLURM_JOB_END_TIME = %d is over, although this program runs: it counts for nothing", job_end)
+        logger.warning(
+            "SLURM_JOB_END_TIME = %d is over, although this program runs: it counts for nothing", job_end
+        )
     elif job_end:
         limits.append((float(job_end), "SLURM_JOB_END_TIME"))
     return TimeLeft(*min(limits)) if limits else None

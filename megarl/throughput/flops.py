@@ -68,10 +68,17 @@ class ModelFlops:
         matrices: Counter[str] = Counter()
         kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
         for kind, layers in Counter(kinds).items():
-            matrices.update({part: layers * elements for part, elements in multiplied(facts, first_layer(facts, kind)).items()})
+            matrices.update(
+                {
+                    part: layers * elements
+                    for part, elements in multiplied(facts, first_layer(facts, kind)).items()
+                }
+            )
             if kind.mixer == "gated_delta":
                 matrices["attention"] += layers * _state_products(facts)
-        windows = Counter(window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta")
+        windows = Counter(
+            window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta"
+        )
         query_width, value_width = _head_widths(facts)
         # a query times a key, and a probability times a value, each two operations an element
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
@@ -97,10 +104,19 @@ class ModelFlops:
             logits: tokens that the output layer is needed for; all of them when None.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
-        return tokens * (self.token + self.routers) + (tokens if logits is None else logits) * self.logits + self.attention(lengths)
+        return (
+            tokens * (self.token + self.routers)
+            + (tokens if logits is None else logits) * self.logits
+            + self.attention(lengths)
+        )
 
     def training(
-        self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False, adapters: int | None = None
+        self,
+        lengths: ArrayLike,
+        logits: float | None = None,
+        *,
+        frozen_routers: bool = False,
+        adapters: int | None = None,
     ) -> float:
         """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
 
@@ -116,7 +132,11 @@ class ModelFlops:
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
             last = (tokens if logits is None else logits) * self.logits
-            return 3 * (self.forward(lengths, logits) + tokens * 2.0 * adapters) - tokens * (self.token + self.routers) - last
+            return (
+                3 * (self.forward(lengths, logits) + tokens * 2.0 * adapters)
+                - tokens * (self.token + self.routers)
+                - last
+            )
         return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
@@ -144,7 +164,12 @@ class ModelFlops:
         read = np.maximum(ends - 1, starts)
         decoded = float((read - starts).sum())
         first = self.forward(prompts, logits=float(np.size(prompts)))
-        return first + decoded * (self.token + self.routers + self.logits) + self.attention(read) - self.attention(starts)
+        return (
+            first
+            + decoded * (self.token + self.routers + self.logits)
+            + self.attention(read)
+            - self.attention(starts)
+        )
 
 
 def _state_products(facts: ModelFacts) -> int:

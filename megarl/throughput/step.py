@@ -13,7 +13,15 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
-from megarl.observe.timing import GENERATION, ROLLOUT_WAIT, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences, beside_training
+from megarl.observe.timing import (
+    GENERATION,
+    ROLLOUT_WAIT,
+    STEP_SECONDS,
+    TRAIN,
+    TRAIN_CRITIC,
+    Sequences,
+    beside_training,
+)
 from megarl.throughput.flops import ModelFlops
 
 WAITING = frozenset({"reward", ROLLOUT_WAIT})
@@ -63,16 +71,31 @@ class StepThroughput:
         backend = enabled_backend(policy)
         flops = None if facts is None else ModelFlops.of(facts)
         peft = adapters_of(policy)
-        adapters = None if peft is None or facts is None else adapter_parameters(peft, facts, range(facts.num_layers))
+        adapters = (
+            None
+            if peft is None or facts is None
+            else adapter_parameters(peft, facts, range(facts.num_layers))
+        )
         if backend == "megatron":
             megatron = policy["megatron_cfg"]
-            parts = megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
-            return cls(devices, flops, megatron["activation_checkpointing"], megatron["freeze_moe_router"], parts, adapters)
+            parts = (
+                megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
+            )
+            return cls(
+                devices,
+                flops,
+                megatron["activation_checkpointing"],
+                megatron["freeze_moe_router"],
+                parts,
+                adapters,
+            )
         if backend == "dtensor":
             return cls(devices, flops, policy["dtensor_cfg"]["activation_checkpointing"], adapters=adapters)
         return cls(devices, flops, policy["activation_checkpointing_enabled"])
 
-    def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
+    def metrics(
+        self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]
+    ) -> dict[str, float]:
         """Return figures of one step.
 
         Args:
@@ -113,17 +136,31 @@ class StepThroughput:
         if self.flops is None:
             return 0.0, 0.0
         if phase == GENERATION:
-            return math.fsum(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed), 0.0
+            return math.fsum(
+                self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed
+            ), 0.0
         if phase not in (TRAIN, TRAIN_CRITIC):
             return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
-        again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
+        again = (
+            math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed)
+            if self.recomputes
+            else 0.0
+        )
         # the policy's adapters are not its critic's
         routers, adapters = self.frozen_routers, self.adapters if phase == TRAIN else None
-        trained = (self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters) for each in passed)
+        trained = (
+            self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters)
+            for each in passed
+        )
         return math.fsum(trained), again
 
-    def _rates(self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int) -> dict[str, float]:
-        rates = {f"{prefix}tokens_per_s": tokens / seconds, f"{prefix}tokens_per_s_per_device": tokens / seconds / devices}
+    def _rates(
+        self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int
+    ) -> dict[str, float]:
+        rates = {
+            f"{prefix}tokens_per_s": tokens / seconds,
+            f"{prefix}tokens_per_s_per_device": tokens / seconds / devices,
+        }
         if self.flops is not None:
             rate = work / seconds / devices
             rates |= {f"{prefix}tflops": rate / 1e12, f"{prefix}mfu": rate / self.devices.peak}
@@ -148,4 +185,8 @@ def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
 def _working(seconds: Mapping[str, float]) -> list[float]:
     """Return seconds of the phases of the top level in which devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
-    return [seconds[name] for name, phase in names.items() if phase not in WAITING | beside_training(names.values())]
+    return [
+        seconds[name]
+        for name, phase in names.items()
+        if phase not in WAITING | beside_training(names.values())
+    ]

@@ -63,7 +63,9 @@ def read_configured(run_dir: Path) -> Configured:
         backend=_backend(policy) if policy else None,
         total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
         checkpoint_dir=_checkpoint_dir(
-            run_dir, _text(config.get("run_dir")), _text(_section(config, "checkpointing").get("checkpoint_dir"))
+            run_dir,
+            _text(config.get("run_dir")),
+            _text(_section(config, "checkpointing").get("checkpoint_dir")),
         ),
         signing_key_file=_text(_section(config, "checkpointing").get("signing_key_file")),
     )
@@ -71,7 +73,9 @@ def read_configured(run_dir: Path) -> Configured:
 
 def _backend(policy: Mapping[str, Any]) -> str:
     # a section that is not there is off
-    sections = {name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")}
+    sections = {
+        name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")
+    }
     return enabled_backend(cast(PolicyConfig, sections))
 
 

@@ -67,7 +67,9 @@ def run(directories: Sequence[str], out: str | None = None) -> int:
         written = _draw(run_dirs, out)
     except OSError as error:
         fix = "give a file that can be written as --out FILE; ls -ld shows who may read and write"
-        raise DataError(f"{error.filename2 or error.filename}: {error.strerror or error}. Fix: {fix}") from error
+        raise DataError(
+            f"{error.filename2 or error.filename}: {error.strerror or error}. Fix: {fix}"
+        ) from error
     sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 
@@ -77,7 +79,11 @@ def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
         return [write_report(run_dirs, Path(out))]
     if len(run_dirs) == 1:
         return [*plot_run(run_dirs[0]), write_report(run_dirs, run_dirs[0] / REPORT)]
-    return [write_report(run_dirs, Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON)]
+    return [
+        write_report(
+            run_dirs, Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON
+        )
+    ]
 
 
 def _run_dirs(directories: Sequence[str]) -> list[Path]:
@@ -106,7 +112,10 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     restarts = _steps_of_restarts(states[0].launches) if len(states) == 1 else []
     pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)
     if not pictures:
-        raise DataError(f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run finish its first step")
+        raise DataError(
+            f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run "
+            "finish its first step"
+        )
     title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
     page.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(page, durable=True) as file:
@@ -126,7 +135,9 @@ def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
     return steps[1:]
 
 
-def _page(title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]) -> Iterator[str]:
+def _page(
+    title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]
+) -> Iterator[str]:
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     samples = samples_panel(Path(states[0].directory)) if len(states) == 1 else ""
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -151,7 +162,10 @@ def _page(title: str, states: Sequence[RunState], labels: Sequence[str], picture
         config = Path(state.directory) / CONFIG_FILE
         if config.is_file():
             text = html.escape(config.read_text(encoding="utf-8", errors="replace"))
-            yield f'<details class="card"><summary>Configuration of {html.escape(label)}</summary><pre>{text}</pre></details>\n'
+            yield (
+                '<details class="card"><summary>Configuration of '
+                f"{html.escape(label)}</summary><pre>{text}</pre></details>\n"
+            )
     yield "</body></html>\n"
 
 
@@ -162,7 +176,11 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
     head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
     rows = [f"<tr><th></th>{head}</tr>"] if len(states) > 1 else []
     for name in names:
-        rows.append(f"<tr><th>{name}</th>" + "".join(f"<td>{column.get(name, '')}</td>" for column in columns) + "</tr>")
+        rows.append(
+            f"<tr><th>{name}</th>"
+            + "".join(f"<td>{column.get(name, '')}</td>" for column in columns)
+            + "</tr>"
+        )
     return f"<table>{''.join(rows)}</table>"
 
 
@@ -178,4 +196,7 @@ def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     for name, curve, better in shown_metrics(state.series):
         if better is not None:
             best = best_of(curve, better).replace(" at ", " at step ")
-            yield name, f"{format_number(curve.values[-1])} (from {format_number(curve.values[0])}; best {best})"
+            yield (
+                name,
+                f"{format_number(curve.values[-1])} (from {format_number(curve.values[0])}; best {best})",
+            )

@@ -120,10 +120,15 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
             its metrics are damaged.
     """
     try:
-        return read_in_time(lambda: _look(Path(directory), hashes, time.time() if now is None else now), f"run directory {directory}")
+        return read_in_time(
+            lambda: _look(Path(directory), hashes, time.time() if now is None else now),
+            f"run directory {directory}",
+        )
     except OSError as error:
         place = error.filename or directory
-        raise DataError(f"{place} cannot be read: {error.strerror or error}. Fix: ls -ld {place}; id   (who may read it)") from error
+        raise DataError(
+            f"{place} cannot be read: {error.strerror or error}. Fix: ls -ld {place}; id   (who may read it)"
+        ) from error
 
 
 def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
@@ -137,12 +142,16 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     log = read_log(run_dir)
     trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
     # Step 0 is a validation before training. Before the first row a launch tells at which step it goes on.
-    step = max([step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0)
+    step = max(
+        [step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0
+    )
     total = _newest([configured.total_steps, *(each.total_steps for each in launches)])
     state, reason = _state(owner, launches, step, total)
     recent = _recent(log.series)
     step_s = statistics.median(recent[_STEP_SECONDS]) if recent.get(_STEP_SECONDS) else None
-    checkpoints, checkpoint, unfinished = _checkpoints(configured.checkpoint_dir, hashes, now, _own_key(configured))
+    checkpoints, checkpoint, unfinished = _checkpoints(
+        configured.checkpoint_dir, hashes, now, _own_key(configured)
+    )
     return RunState(
         directory=str(run_dir),
         algorithm=configured.algorithm,
@@ -178,17 +187,30 @@ def require_run(run_dir: Path) -> None:
         found = first_special(run_dir)
         if found is not None:
             # opened, it would be waited for
-            raise DataError(f"run directory {run_dir}: {found[0].name} in it is {found[1]}, not a file. Fix: remove it")
+            raise DataError(
+                f"run directory {run_dir}: {found[0].name} in it is {found[1]}, not a file. Fix: remove it"
+            )
         return
     if not run_dir.is_dir():
-        raise DataError(f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give the run_dir of a run")
+        raise DataError(
+            f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give "
+            "the run_dir of a run"
+        )
     below = set[str]()
     # three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared disk
     for depth in ("*", "*/*", "*/*/*"):
-        below.update(path.parent.relative_to(run_dir).as_posix() for path in run_dir.glob(f"{depth}/{FILE_NAME}"))
+        below.update(
+            path.parent.relative_to(run_dir).as_posix() for path in run_dir.glob(f"{depth}/{FILE_NAME}")
+        )
     shown = ", ".join(sorted(below)[:5])
-    fix = f"give one of the runs in it: {shown}{' ...' if len(below) > 5 else ''}" if below else "give the run_dir of a run"
-    raise DataError(f"{run_dir} is not the directory of a run: none of {', '.join(MARKS)} is in it. Fix: {fix}")
+    fix = (
+        f"give one of the runs in it: {shown}{' ...' if len(below) > 5 else ''}"
+        if below
+        else "give the run_dir of a run"
+    )
+    raise DataError(
+        f"{run_dir} is not the directory of a run: none of {', '.join(MARKS)} is in it. Fix: {fix}"
+    )
 
 
 def read_log(run_dir: Path) -> Log:
@@ -206,7 +228,9 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
         if ended is None:
             return "elsewhere", f"{owner}, which cannot be seen from this host"
         return "running", str(owner)
-    reached = not launches and owner is None and total is not None and step >= total  # a run from before launches were written down
+    reached = (
+        not launches and owner is None and total is not None and step >= total
+    )  # a run from before launches were written down
     # An owner that no launch tells of was killed before its first step could begin; what an earlier launch
     # said is not about it.
     told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
@@ -215,7 +239,14 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
     if told is not None:
         return "ended", f"{told}; {again}"
     if owner is not None or launches:
-        return "killed", f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} left without a word; {again}"
+        return (
+            "killed",
+            (
+                f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} left without a "
+                "word; "
+                f"{again}"
+            ),
+        )
     if step:
         return "ended", f"no process holds it; {again}"
     return "not started", "no launch has reached its first step"
@@ -233,7 +264,9 @@ def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
         return {}
     recent: dict[str, list[float]] = {}
     for name, each in series.items():
-        recent[name] = [value for step, value in zip(each.steps, each.values, strict=True) if step >= steps[0]]
+        recent[name] = [
+            value for step, value in zip(each.steps, each.values, strict=True) if step >= steps[0]
+        ]
     return recent
 
 
@@ -242,8 +275,16 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
     steps = recent.get(_STEP_SECONDS)
     if not steps:
         return {}
-    names = [name for name in recent if name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS]
-    seconds = {name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps) for name in names if recent[name]}
+    names = [
+        name
+        for name in recent
+        if name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS
+    ]
+    seconds = {
+        name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps)
+        for name in names
+        if recent[name]
+    }
     beside = beside_training(seconds)
     own = sum(value for name, value in seconds.items() if name not in beside)
     seconds["other"] = max(sum(steps) / len(steps) - own, 0.0)
@@ -252,7 +293,11 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
 
 def _rates(recent: Mapping[str, list[float]]) -> dict[str, float]:
     names = [name.removeprefix("performance/") for name in recent if name.startswith("performance/")]
-    return {name: fmean(recent[f"performance/{name}"]) for name in names if name.endswith(_RATES) and recent[f"performance/{name}"]}
+    return {
+        name: fmean(recent[f"performance/{name}"])
+        for name in names
+        if name.endswith(_RATES) and recent[f"performance/{name}"]
+    }
 
 
 def _mean(values: Sequence[float] | None) -> float | None:
@@ -281,10 +326,16 @@ def _checkpoints(
             break
     seen = [state for state in looked if state is not None]
     best = next((state for state in seen if not state.problems), seen[0] if seen else None)
-    return tuple(dict.fromkeys(step for step, _ in found)), best, tuple(path.name for path in manager.unfinished())
+    return (
+        tuple(dict.fromkeys(step for step, _ in found)),
+        best,
+        tuple(path.name for path in manager.unfinished()),
+    )
 
 
-def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None) -> Iterator[CheckpointState | None]:
+def _until_whole(
+    found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None
+) -> Iterator[CheckpointState | None]:
     """Yield one checkpoint after the other, up to the first whole one."""
     for step, path in found:
         state = _checkpoint_state(step, path, hashes, now, key)
@@ -293,7 +344,9 @@ def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float, ke
             return
 
 
-def _checkpoint_state(step: int, path: Path, hashes: bool, now: float, key: bytes | None) -> CheckpointState | None:
+def _checkpoint_state(
+    step: int, path: Path, hashes: bool, now: float, key: bytes | None
+) -> CheckpointState | None:
     """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no
     damage."""
     try:

@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, VALIDATION, list_samples, read_samples, shorten
+from megarl.observe.sample_files import (
+    DIRECTORY,
+    TRAIN,
+    UNSAFE,
+    VALIDATION,
+    list_samples,
+    read_samples,
+    shorten,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +224,11 @@ draw();
 def content_policy(with_samples: bool) -> str:
     """Return the content security policy of a page: show what is in it, and run the panel's own script
     alone."""
-    script = f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';" if with_samples else ""
+    script = (
+        f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';"
+        if with_samples
+        else ""
+    )
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:;{script}"
 
 
@@ -224,7 +236,11 @@ def samples_panel(run_dir: Path) -> str:
     """The panel with samples of a run, of some of its steps where there are many; empty for a run without
     any."""
     try:
-        data = {kind: found for kind in (TRAIN, VALIDATION) if (found := _of_kind(run_dir / DIRECTORY, kind)) is not None}
+        data = {
+            kind: found
+            for kind in (TRAIN, VALIDATION)
+            if (found := _of_kind(run_dir / DIRECTORY, kind)) is not None
+        }
     except OSError as error:
         logger.warning("samples are not in the page: %s", error)
         return ""
@@ -264,7 +280,9 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
     kept: list[dict[str, Any]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
-        shown |= {name: shorten(row[name], _MOST_CHARACTERS) for name in _TEXTS if isinstance(row.get(name), str)}
+        shown |= {
+            name: shorten(row[name], _MOST_CHARACTERS) for name in _TEXTS if isinstance(row.get(name), str)
+        }
         if isinstance(row.get("turns"), list):
             shown["turns"] = [
                 {**turn, "text": shorten(turn["text"], _MOST_CHARACTERS)}
@@ -284,5 +302,7 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
 
 def _json(data: Any) -> str:
     """JSON in which nothing can end the element around it or begin another one."""
-    text = UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False))
+    text = UNSAFE.sub(
+        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False)
+    )
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

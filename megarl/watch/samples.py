@@ -78,14 +78,20 @@ def render(run_dir: Path, selection: Selection) -> Iterator[RenderableType]:
         else:
             yield from _listed(_found(files, selection, run_dir))
     except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror or error}. Fix: ls -ld shows who may read it") from error
+        raise DataError(
+            f"{error.filename}: {error.strerror or error}. Fix: ls -ld shows who may read it"
+        ) from error
 
 
 def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> list[Sample]:
     if selection.text is None:
         rows = read_samples(files[_step(files, selection.step, selection.kind, run_dir)])
         return ordered(rows, selection.order)[: selection.number]
-    steps = sorted(files, reverse=True) if selection.step is None and files else [_step(files, selection.step, selection.kind, run_dir)]
+    steps = (
+        sorted(files, reverse=True)
+        if selection.step is None and files
+        else [_step(files, selection.step, selection.kind, run_dir)]
+    )
     found = list[Sample]()
     for step in steps:
         found += [row for row in read_samples(files[step]) if holds(row, selection.text)]
@@ -94,7 +100,8 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
     if not found:
         where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
         raise DataError(
-            f"no {selection.kind} sample of {where} in {run_dir} holds {selection.text!r}. Fix: give a shorter text, or another step"
+            f"no {selection.kind} sample of {where} in {run_dir} holds {selection.text!r}. Fix: give a "
+            "shorter text, or another step"
         )
     return found[: selection.number]
 
@@ -112,13 +119,17 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
     """Return the step, or the newest."""
     if not files:
         raise DataError(
-            f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates answers finish a step"
+            f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates "
+            "answers finish a step"
             f"{'' if kind == TRAIN else ' and a validation'}, with logger.samples.enabled (the default)"
         )
     step = max(files) if wanted is None else wanted
     if step not in files:
         near = sorted(sorted(files, key=lambda other: abs(other - step))[:8])
-        raise DataError(f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: take one of {', '.join(map(str, near))}")
+        raise DataError(
+            f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: take one of "
+            f"{', '.join(map(str, near))}"
+        )
     return step
 
 
@@ -164,12 +175,18 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 def _said(row: Sample) -> Iterator[RenderableType]:
     """Yield the response, or each turn of a conversation, the environment's in the style of prompts."""
     turns = row.get("turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns):
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns
+    ):
         yield _visible(row["answer"])
         return
     for turn in turns:
         if turn.get("segment") is not None:
-            yield Text(f"segment {_plain(turn['segment'])}: the template writes earlier responses otherwise from here on", style="cyan")
+            yield Text(
+                f"segment {_plain(turn['segment'])}: the template writes earlier responses otherwise from "
+                "here on",
+                style="cyan",
+            )
         yield _visible(turn["text"], "dim" if turn.get("role") == "environment" else "")
         if turn.get("reward"):
             yield Text(f"reward {_plain(turn['reward'])}", style="green")
@@ -177,13 +194,20 @@ def _said(row: Sample) -> Iterator[RenderableType]:
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
     """Yield answers to the same prompts at two steps side by side, those of the earlier step on the left."""
-    steps = sorted(_step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against))
+    steps = sorted(
+        _step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against)
+    )
     left, right = (_by_identity(read_samples(files[step])) for step in steps)
     both = [name for name in left if name in right]
     if not both:
-        fix = "take --validation, whose prompts are the same each time" if selection.kind == TRAIN else "take two other steps"
+        fix = (
+            "take --validation, whose prompts are the same each time"
+            if selection.kind == TRAIN
+            else "take two other steps"
+        )
         raise DataError(
-            f"steps {steps[0]} and {steps[1]} of {run_dir} have no prompt in common; training prompts come again next epoch. Fix: {fix}"
+            f"steps {steps[0]} and {steps[1]} of {run_dir} have no prompt in common; training prompts come "
+            f"again next epoch. Fix: {fix}"
         )
     for name in both[: selection.number]:
         one, other = left[name], right[name]
@@ -193,9 +217,19 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         table = Table(expand=True, show_lines=False)
         for step, row in zip(steps, (one, other), strict=True):
             table.add_column(Text(f"step {step}\n").append_text(_figures(row)), ratio=1, overflow="fold")
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)))
+        common = sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)
+            )
+        )
         # what both begin with is dim, so that the eye finds where they part
-        table.add_row(*(_visible(row["answer"][:common], "dim").append_text(_visible(row["answer"][common:])) for row in (one, other)))
+        table.add_row(
+            *(
+                _visible(row["answer"][:common], "dim").append_text(_visible(row["answer"][common:]))
+                for row in (one, other)
+            )
+        )
         yield table
 
 
@@ -233,19 +267,25 @@ def _figures(row: Sample) -> Text:
     """Return one line of figures."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
     # every answer is to have a reward, so that one without is shown as such
-    figures = {name: row.get(name) for name in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
+    figures = {
+        name: row.get(name) for name in _SHOWN if name == "reward" or row.get(name) is not None
+    } | dict(parts or {})
     words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
     words.append(f"{_plain(row.get('length'))} tokens")
     if isinstance(row.get("turns"), list):
         responses = sum(isinstance(turn, dict) and turn.get("role") != "environment" for turn in row["turns"])
         words.append(f"{responses} turns, {_plain(row.get('ended'))}")
     words += [f"weights {_weights(row)}"] if row.get("weight_version") is not None else []
-    line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append("  ".join(words), style="not bold green")
+    line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append(
+        "  ".join(words), style="not bold green"
+    )
     for name, style in (("truncated", "bold yellow"), ("masked", "bold red")):
         if row.get(name) is True:
             line.append(f"  {name}", style=style)
     if isinstance(row.get("reference"), str):
-        line.append("  reference ", style="not bold dim").append_text(_visible(" ".join(row["reference"].split()), "not bold"))
+        line.append("  reference ", style="not bold dim").append_text(
+            _visible(" ".join(row["reference"].split()), "not bold")
+        )
     return line
 
 

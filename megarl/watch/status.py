@@ -46,7 +46,12 @@ SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("KL penalty", (KL,), None),
     ("answer length", ("train/generation_length",), None),
 )
-_STYLES = {"running": "bold green", "finished": "bold green", "elsewhere": "bold yellow", "not started": "bold yellow"}
+_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "elsewhere": "bold yellow",
+    "not started": "bold yellow",
+}
 BAD = "bold red"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND, _BAR = 24, 24
@@ -78,7 +83,11 @@ def as_plain(state: RunState) -> dict[str, Any]:
     fields = asdict(replace(state, series={}))  # which would be copied number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
-    wanted |= {name: state.series[key] for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY)) if key in state.series}
+    wanted |= {
+        name: state.series[key]
+        for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY))
+        if key in state.series
+    }
     if PEAK_MEMORY in state.series:
         wanted["peak_memory_gib"] = state.series[PEAK_MEMORY]
     fields["metrics"] = {
@@ -93,7 +102,9 @@ def as_plain(state: RunState) -> dict[str, Any]:
     }
     fields["reward_faults"] = {name: sum(curve.values) for name, curve in _fault_curves(state.series).items()}
     fields["restarts"] = max(len(state.launches) - 1, 0)
-    fields["worker_restarts"], fields["engine_restarts"] = (restarts_within(state.launches, what) for what in (WORKERS, ENGINES))
+    fields["worker_restarts"], fields["engine_restarts"] = (
+        restarts_within(state.launches, what) for what in (WORKERS, ENGINES)
+    )
     return fields
 
 
@@ -117,23 +128,43 @@ def render(state: RunState) -> RenderableType:
 
 def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     """Yield the facts of a run by their names, for the terminal and the report."""
-    what = " ".join(part for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}") if part)
+    what = " ".join(
+        part
+        for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
+        if part
+    )
     yield "run", Text(f"{state.directory}\n{what}{f' on {state.backend}' if state.backend else ''}".rstrip())
-    age = f"; last step {format_seconds(state.last_row_age_s)} ago" if state.last_row_age_s is not None else ""
-    yield "state", Text(state.state, style=_STYLES.get(state.state, BAD)).append(f": {state.reason}{age}", style="not bold default")
+    age = (
+        f"; last step {format_seconds(state.last_row_age_s)} ago" if state.last_row_age_s is not None else ""
+    )
+    yield (
+        "state",
+        Text(state.state, style=_STYLES.get(state.state, BAD)).append(
+            f": {state.reason}{age}", style="not bold default"
+        ),
+    )
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
         # a launch that no step began has no first step to name
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
-        start = "started" if not restarts else "the last" if last.first_step is None else f"the last from step {last.first_step}"
+        start = (
+            "started"
+            if not restarts
+            else "the last"
+            if last.first_step is None
+            else f"the last from step {last.first_step}"
+        )
         yield "restarts", Text(f"{restarts}; {start} at {since}{_restarts_text(state.launches)}")
     yield "checkpoint", _checkpoint(state)
     if state.tokens_per_s is not None and state.step_s is not None:
         padding, idle = state.rates.get("padding_efficiency"), state.rates.get("idle_s")
         more = "" if padding is None else f"; padding efficiency {format_share(padding)}"
         more += "" if idle is None else f"; idle {format_seconds(idle)}"
-        yield "throughput", Text(f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step{more}")
+        yield (
+            "throughput",
+            Text(f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step{more}"),
+        )
     if MEMORY in state.series:
         peak = state.series.get(PEAK_MEMORY, state.series[MEMORY]).values[-1]
         now = state.series[MEMORY].values[-1]
@@ -153,8 +184,13 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 def _rollouts_text(state: RunState) -> str:
     """Describe the age of responses that are sampled while training runs, and which side waits."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
-    waits = [(who, state.phases.get(phase, 0.0)) for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))]
-    shares = " and ".join(f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s)
+    waits = [
+        (who, state.phases.get(phase, 0.0))
+        for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))
+    ]
+    shares = " and ".join(
+        f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s
+    )
     said = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
     return f"{said}; of a step waits: {shares}" if shares else said
 
@@ -165,7 +201,9 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
     if not any(counts.values()):
         return ""
     last = [restart for launch in launches for restart in launch.restarts][-1]
-    said = " and ".join(f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count)
+    said = " and ".join(
+        f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count
+    )
     return f"; within launches {said}, the last for {last.reason}"
 
 
@@ -173,7 +211,11 @@ def _progress(state: RunState) -> Text:
     if not state.total_steps:
         return Text(f"step {state.step}")
     share = min(state.step / state.total_steps, 1.0)
-    text = Text(f"step {state.step} of {state.total_steps} ").append_text(_bar(share)).append(f" {int(share * 100)}%")
+    text = (
+        Text(f"step {state.step} of {state.total_steps} ")
+        .append_text(_bar(share))
+        .append(f" {int(share * 100)}%")
+    )
     if state.eta_s and state.state in {"running", "elsewhere"}:
         text.append(f", ETA {format_seconds(state.eta_s)}")
     elif state.eta_s and state.step:
@@ -198,7 +240,10 @@ def _checkpoint(state: RunState) -> Text:
     text.append(f", {size_text(checkpoint.size)}, {format_seconds(checkpoint.age_s)} old")
     others = [step for step in state.checkpoints if step != checkpoint.step]
     if others:
-        text.append(f"; {'damaged or older' if max(others) > checkpoint.step else 'older'}: {', '.join(map(str, others))}")
+        text.append(
+            f"; {'damaged or older' if max(others) > checkpoint.step else 'older'}: "
+            f"{', '.join(map(str, others))}"
+        )
     return text.append(begun)
 
 
@@ -214,14 +259,19 @@ def _mismatch(curve: Series) -> Text:
     # a ratio below 1 is as bad as one above it
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     text = (
-        f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
+        f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} "
+        f"at worst, step {curve.steps[worst]}"
     )
     return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else BAD)
 
 
 def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
     """Counts of training responses without a reward, those of which there are any."""
-    return {name: series[f"train/{name}"] for name in REWARD_FAULTS if any(series.get(f"train/{name}", _NOTHING).values)}
+    return {
+        name: series[f"train/{name}"]
+        for name in REWARD_FAULTS
+        if any(series.get(f"train/{name}", _NOTHING).values)
+    }
 
 
 def _reward_faults(series: Mapping[str, Series]) -> str:
@@ -229,15 +279,25 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
     said = []
     for name, curve in _fault_curves(series).items():
         last = max(index for index, value in enumerate(curve.values) if value)
-        said.append(f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step {curve.steps[last]}")
+        said.append(
+            f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step "
+            f"{curve.steps[last]}"
+        )
     return "; ".join(said)
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
     """Return what a run has of ``SHOWN``."""
-    found = ((title, next((series[name] for name in names if name in series), None), better) for title, names, better in SHOWN)
+    found = (
+        (title, next((series[name] for name in names if name in series), None), better)
+        for title, names, better in SHOWN
+    )
     # A reward of 0 throughout is news, a KL penalty of 0 is one that is switched off.
-    return [(title, curve, better) for title, curve, better in found if curve is not None and (better is not None or any(curve.values))]
+    return [
+        (title, curve, better)
+        for title, curve, better in found
+        if curve is not None and (better is not None or any(curve.values))
+    ]
 
 
 def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
@@ -279,7 +339,10 @@ def _phase_table(state: RunState) -> Table:
 def _rate_table(rates: Mapping[str, float]) -> Table:
     """Return tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
-    for prefix, title in (*((f"{phase}_", title) for phase, title in RATED_PHASES.items()), ("", "whole step")):
+    for prefix, title in (
+        *((f"{phase}_", title) for phase, title in RATED_PHASES.items()),
+        ("", "whole step"),
+    ):
         if f"{prefix}tokens_per_s" not in rates:
             continue
         tflops, share = rates.get(f"{prefix}tflops"), rates.get(f"{prefix}mfu")
@@ -308,4 +371,6 @@ def sparkline(values: Sequence[float], width: int = _TREND) -> str:
     if high == low:
         # a flat curve is a low line: a constant has no height of its own
         return _BLOCKS[0] * size
-    return "".join(_BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means)
+    return "".join(
+        _BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means
+    )

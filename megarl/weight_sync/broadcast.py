@@ -61,13 +61,16 @@ class _Channel:
             # to say what comes in which group.
             every = group.stages.parts(manifest, group.buffer_bytes)
             # with the stages that send them
-            self.parts: list[tuple[int, Group]] = [part for part in every if part[0] == group.stage or not group.sends]
+            self.parts: list[tuple[int, Group]] = [
+                part for part in every if part[0] == group.stage or not group.sends
+            ]
         except Exception as error:
             group.close()
             if not is_out_of_memory(error):
                 raise
             raise RefitError(
-                f"no memory for {BUFFERS} buffers of {size} bytes: {error}; leave it more, or set a smaller policy.refit_buffer_size_gb"
+                f"no memory for {BUFFERS} buffers of {size} bytes: {error}; leave it more, or set a smaller "
+                "policy.refit_buffer_size_gb"
             ) from error
 
     def _header(self, index: int) -> torch.Tensor:
@@ -229,11 +232,16 @@ class WeightListener(_Channel):
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(self.parts):
                     self._start(index + BUFFERS)
-            refusals = self._group.agree(f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
+            refusals = self._group.agree(
+                f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS
+            )
         if failure is not None:
             raise failure
         if refusals:
-            raise RefitError(f"others could not load the weights, so that this engine does not serve them either: {'; '.join(refusals)}")
+            raise RefitError(
+                "others could not load the weights, so that this engine does not serve them either: "
+                f"{'; '.join(refusals)}"
+            )
         # Only after all have agreed: an engine that loaded everything must not serve a version that another
         # one lacks.
         self.version = self._coming
@@ -262,12 +270,18 @@ class WeightListener(_Channel):
         # of.
         if (round_, first) != (self._round, part.first):
             raise RefitError(
-                f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} was next: {NEW_GROUP}"
+                f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} "
+                f"was next: {NEW_GROUP}"
             )
         if index and version != self._coming:
-            raise RefitError(f"version {version} of {name} came after version {self._coming} of other weights: refit all stages together")
+            raise RefitError(
+                f"version {version} of {name} came after version {self._coming} of other weights: refit all "
+                "stages together"
+            )
         if checked and checksum(self._content(index)) != number:
-            raise RefitError(f"the weights from {name} on have another checksum than the policy's: refit anew")
+            raise RefitError(
+                f"the weights from {name} on have another checksum than the policy's: refit anew"
+            )
         self._coming = int(version)
 
 

@@ -72,7 +72,9 @@ class SharedBlock:
             block = cls(descriptor, nbytes)
         except (OSError, ValueError) as error:
             os.close(descriptor)
-            raise RefitError(f"no {nbytes} bytes of shared memory: {error}; set a smaller policy.refit_buffer_size_gb") from error
+            raise RefitError(
+                f"no {nbytes} bytes of shared memory: {error}; set a smaller policy.refit_buffer_size_gb"
+            ) from error
         # The token goes in through a bytearray, because torch.frombuffer warns of memory that cannot be
         # written.
         block._token.copy_(torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))
@@ -99,12 +101,17 @@ class SharedBlock:
             RefitError: it is on another host, or is gone.
         """
         if handle["host"] != host_identity():
-            raise RefitError("the weights are in the memory of another host or container: to be colocated, engine and policy need the same")
+            raise RefitError(
+                "the weights are in the memory of another host or container: to be colocated, engine and "
+                "policy need the same"
+            )
         path = f"/proc/{handle['process']}/fd/{handle['descriptor']}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise RefitError(f"the policy's shared memory is gone ({path}: {error.strerror}): start a new refit") from error
+            raise RefitError(
+                f"the policy's shared memory is gone ({path}: {error.strerror}): start a new refit"
+            ) from error
         # Numbers of processes and descriptors are given again, so that this may be another file by now.
         if os.fstat(descriptor).st_size != handle["nbytes"] + _TOKEN_BYTES:
             os.close(descriptor)
@@ -114,7 +121,8 @@ class SharedBlock:
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise RefitError(
-                f"no room for {handle['nbytes']} bytes of the policy's shared memory in this process: {error}; "
+                f"no room for {handle['nbytes']} bytes of the policy's shared memory in this process: "
+                f"{error}; "
                 "leave it more, or set a smaller policy.refit_buffer_size_gb"
             ) from error
         # A later buffer of the same process may have the same descriptor and size; its token is another one.
@@ -140,7 +148,13 @@ class IpcBuffer:
             is written.
     """
 
-    def __init__(self, slot_bytes: int, block: SharedBlock, data: torch.Tensor | None, device_handle: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        block: SharedBlock,
+        data: torch.Tensor | None,
+        device_handle: dict[str, Any] | None,
+    ) -> None:
         self.slot_bytes, self._block, self._device_handle = slot_bytes, block, device_handle
         # Marks are in host memory on a GPU too: a reader looks at them without a kernel and without a stream
         # to wait for.
@@ -166,7 +180,8 @@ class IpcBuffer:
             data = _device_buffer(SLOTS * slot_bytes, device)
         except torch.OutOfMemoryError as error:
             raise RefitError(
-                f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: set a smaller policy.refit_buffer_size_gb"
+                f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: set a "
+                "smaller policy.refit_buffer_size_gb"
             ) from error
         return cls(slot_bytes, SharedBlock.create(PAGE), data, _device_handle(data))
 
@@ -236,7 +251,10 @@ def _plain_segments() -> Iterator[None]:
 def _set_allocator(options: str) -> None:
     # Newer torch has one setter for all accelerators and deprecates that of torch.cuda; both take the same
     # text.
-    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    settings = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        or torch.cuda.memory._set_allocator_settings
+    )
     settings(options)
 
 
@@ -265,7 +283,8 @@ def _device_handle(data: torch.Tensor) -> dict[str, Any]:
     wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
     if other or wrong or values["tensor_size"] != data.shape:
         raise RefitError(
-            f"torch {torch.__version__} describes {', '.join([*other, *wrong]) or 'tensor_size'} of shared device memory otherwise than "
+            f"torch {torch.__version__} describes {', '.join([*other, *wrong]) or 'tensor_size'} of shared "
+            "device memory otherwise than "
             "megarl knows. Fix: install the torch of the constraints file, or generate with the policy itself"
         )
     return {"nbytes": data.numel(), **{name: values[name] for name in _TRAVELS}}
@@ -275,7 +294,8 @@ def _check_fields(fields: list[str]) -> None:
     known = {*_TRAVELS, *_KNOWN, *_EACH_SIDE}
     if set(fields) != known:
         raise RefitError(
-            f"torch {torch.__version__} shares device memory by other fields than megarl knows: {sorted(known ^ set(fields))}. Fix: "
+            f"torch {torch.__version__} shares device memory by other fields than megarl knows: "
+            f"{sorted(known ^ set(fields))}. Fix: "
             "install the torch of the constraints file, or generate with the policy itself"
         )
 
@@ -289,14 +309,19 @@ def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Ten
     from torch.multiprocessing import reductions
 
     kinds = {**_TRAVELS, "nbytes": int}
-    wrong = sorted(set(handle) ^ set(kinds)) or [name for name, kind in kinds.items() if type(handle[name]) is not kind]
+    wrong = sorted(set(handle) ^ set(kinds)) or [
+        name for name, kind in kinds.items() if type(handle[name]) is not kind
+    ]
     if wrong:
         raise RefitError(
-            f"the handle of the policy's device memory has other fields than megarl's: {', '.join(wrong)}. Fix: give engine and policy one "
+            f"the handle of the policy's device memory has other fields than megarl's: {', '.join(wrong)}. "
+            "Fix: give engine and policy one "
             "version of megarl"
         )
     _check_fields(list(inspect.signature(reductions.rebuild_cuda_tensor).parameters))
     travelled = {name: handle[name] for name in _TRAVELS}
     size = torch.Size([handle["nbytes"]])
     # The index is the reader's own: CUDA_VISIBLE_DEVICES may number the same GPU otherwise there.
-    return reductions.rebuild_cuda_tensor(**_KNOWN, **travelled, tensor_size=size, storage_device=device.index)
+    return reductions.rebuild_cuda_tensor(
+        **_KNOWN, **travelled, tensor_size=size, storage_device=device.index
+    )

@@ -77,7 +77,12 @@ class Mailbox:
 
     def handle(self) -> dict[str, Any]:
         """Handle, of plain types, by which another process finds it."""
-        here = {"host": host_identity(), "process": os.getpid(), "on_gpu": self._on_gpu, "engine_rank": self._engine_rank}
+        here = {
+            "host": host_identity(),
+            "process": os.getpid(),
+            "on_gpu": self._on_gpu,
+            "engine_rank": self._engine_rank,
+        }
         return {**here, "name": self._name, "token": self._token}
 
     def open(self, session: int, ticket: int) -> None:
@@ -127,8 +132,10 @@ class Mailbox:
         while late := [reader.process for reader in self._readers() if self._is_late(reader, count)]:
             if time.monotonic() >= ends:
                 raise RefitError(
-                    f"group {count - 1} of the weights was not read by process {', '.join(map(str, late))} of an engine within "
-                    f"{patience:g} s, so that its buffer cannot be used again: see what keeps the engine, and refit anew"
+                    f"group {count - 1} of the weights was not read by process {', '.join(map(str, late))} "
+                    "of an engine within "
+                    f"{patience:g} s, so that its buffer cannot be used again: see what keeps the engine, "
+                    "and refit anew"
                 )
             self._look(ends - time.monotonic())
 
@@ -142,12 +149,16 @@ class Mailbox:
 
     def _readers(self) -> list[_Reader]:
         """Return the living readers of the refit."""
-        return [reader for reader in self._everybody if self.refit is not None and reader.session == self.refit[0]]
+        return [
+            reader for reader in self._everybody if self.refit is not None and reader.session == self.refit[0]
+        ]
 
     def _look(self, seconds: float) -> None:
         """Take in readers that come, and what they say, after a wait of ``seconds`` at most."""
         # One wait for all connections and the server: a wait for each in turn would miss who ends meanwhile.
-        if not can_be_read((self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds):
+        if not can_be_read(
+            (self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds
+        ):
             return
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -192,7 +203,10 @@ class MailboxReader:
 
     def __init__(self, handle: Mapping[str, Any], session: int) -> None:
         if handle["host"] != host_identity():
-            raise RefitError("the weights are in the memory of another host or container: to be colocated, engine and policy need the same")
+            raise RefitError(
+                "the weights are in the memory of another host or container: to be colocated, engine and "
+                "policy need the same"
+            )
         self.session, self._policy = session, handle["process"]
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -202,7 +216,9 @@ class MailboxReader:
             self._line.say([handle["token"], os.getpid(), session])
         except OSError as error:
             connection.close()
-            raise RefitError(f"the policy's process {self._policy} and its memory are gone ({error}): start a new refit") from error
+            raise RefitError(
+                f"the policy's process {self._policy} and its memory are gone ({error}): start a new refit"
+            ) from error
 
     def enter(self, ticket: int) -> None:
         """Take part in a refit from its first group on."""
@@ -226,10 +242,14 @@ class MailboxReader:
                     return dict(_with_bytes(message["payload"]))
         except TimeoutError as error:
             raise RefitError(
-                f"the policy's process {self._policy} has not posted group {index} of its weights in {patience:g} s: refit anew"
+                f"the policy's process {self._policy} has not posted group {index} of its weights in "
+                f"{patience:g} s: refit anew"
             ) from error
         except OSError as error:
-            raise RefitError(f"the policy's process {self._policy} ended within a refit: start a new policy, and refit anew") from error
+            raise RefitError(
+                f"the policy's process {self._policy} ended within a refit: start a new policy, and refit "
+                "anew"
+            ) from error
 
     def has_read(self, ticket: int, count: int) -> None:
         """This rank needs the first ``count`` groups of a refit no longer."""
@@ -258,19 +278,27 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
     Raises:
         RefitError: there is none.
     """
-    for_it = {name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)}
+    for_it = {
+        name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)
+    }
     # On a GPU memory is handed over within one device; on a CPU every rank of the host can read it.
     if device in for_it:
         return device
-    here = (name for name, handle in for_it.items() if not handle["on_gpu"] and handle["host"] == host_identity())
+    here = (
+        name for name, handle in for_it.items() if not handle["on_gpu"] and handle["host"] == host_identity()
+    )
     found = next(here, None)
     if found is None:
         devices = ", ".join(sorted(for_it)) or "none"
-        raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+        raise RefitError(
+            f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices"
+        )
     return found
 
 
-def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> Mapping[str, Any]:
+def mailbox_for(
+    mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0
+) -> Mapping[str, Any]:
     """Return the mailbox that a rank of an engine reads; see ``beside``."""
     return mailboxes[beside(mailboxes, device, engine_rank)]
 
@@ -285,4 +313,8 @@ def without_bytes(value: Any) -> Any:
 def _with_bytes(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return bytes.fromhex(value["hex"]) if value.keys() == {"hex"} else {key: _with_bytes(one) for key, one in value.items()}
+    return (
+        bytes.fromhex(value["hex"])
+        if value.keys() == {"hex"}
+        else {key: _with_bytes(one) for key, one in value.items()}
+    )

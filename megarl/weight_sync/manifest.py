@@ -100,10 +100,16 @@ class Manifest:
             RefitError: it is none.
         """
         try:
-            infos = [TensorInfo(str(name), tuple(int(size) for size in shape), dtype) for name, (shape, dtype) in description.items()]
+            infos = [
+                TensorInfo(str(name), tuple(int(size) for size in shape), dtype)
+                for name, (shape, dtype) in description.items()
+            ]
             return cls._checked(infos)
         except (AttributeError, TypeError, ValueError) as error:
-            message = f"the refit info is not {{name: (shape, dtype)}}: {error}; pass on what prepare_refit_info() returned"
+            message = (
+                f"the refit info is not {{name: (shape, dtype)}}: {error}; pass on what "
+                "prepare_refit_info() returned"
+            )
             raise RefitError(message) from error
 
     @classmethod
@@ -111,7 +117,10 @@ class Manifest:
         manifest = cls(tuple(tensors))
         if len(manifest._index) < len(manifest.tensors):
             twice = next(name for name in manifest._names if manifest._names.count(name) > 1)
-            raise RefitError(f"{twice} is sent twice: every weight has to have one name; report the model, this is a fault of its rules")
+            raise RefitError(
+                f"{twice} is sent twice: every weight has to have one name; report the model, this is a "
+                "fault of its rules"
+            )
         for tensor in manifest.tensors:
             if not isinstance(tensor.dtype, torch.dtype):
                 raise TypeError(f"{tensor.name} has dtype {tensor.dtype!r}, which is no torch.dtype")
@@ -126,12 +135,21 @@ class Manifest:
         """
         unknown = slices.keys() - self._index.keys()
         if unknown or self.slices:
-            raise RefitError(f"a slice of {min(unknown) if unknown else 'slices'} was asked for, which the policy does not send whole")
+            raise RefitError(
+                f"a slice of {min(unknown) if unknown else 'slices'} was asked for, which the policy does "
+                "not send whole"
+            )
         tensors = [
-            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape)) if tensor.name in slices else tensor
+            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape))
+            if tensor.name in slices
+            else tensor
             for tensor in self.tensors
         ]
-        chosen = {tensor.name: (slices[tensor.name], tensor.shape) for tensor in self.tensors if tensor.name in slices}
+        chosen = {
+            tensor.name: (slices[tensor.name], tensor.shape)
+            for tensor in self.tensors
+            if tensor.name in slices
+        }
         return Manifest(tuple(tensors), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -145,7 +163,9 @@ class Manifest:
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
             # the slices of two ranks may have the same shapes
-            listing += json.dumps([[name, where.plain(), whole] for name, (where, whole) in self.slices.items()])
+            listing += json.dumps(
+                [[name, where.plain(), whole] for name, (where, whole) in self.slices.items()]
+            )
         return hashlib.sha256(listing.encode()).hexdigest()
 
     @cached_property
@@ -173,7 +193,9 @@ class Manifest:
             or list(map(_DTYPE, tensors)) != dtypes[first:stop]
         ):
             # Slow, with an object a weight, and only where something is wrong: it finds which one.
-            self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
+            self.expect_infos(
+                first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)]
+            )
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
         """Check, by what announces the weights that come, that they are those from index ``first`` up to
@@ -185,7 +207,8 @@ class Manifest:
         for announced, found in zip_longest(self.tensors[first:stop], coming):
             if found != announced:
                 raise RefitError(
-                    f"the policy gives {found or 'nothing'} where {announced} was announced: make a new policy and engine after changing a "
+                    f"the policy gives {found or 'nothing'} where {announced} was announced: make a new "
+                    "policy and engine after changing a "
                     "model"
                 )
 
@@ -223,7 +246,9 @@ class Manifest:
             # weights.
             end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
             if end <= first:
-                raise too_large(self._names[first], self._begins[first + 1] - self._begins[first], budget, stop)
+                raise too_large(
+                    self._names[first], self._begins[first + 1] - self._begins[first], budget, stop
+                )
             yield self.group(first, end - first)
             first = end
 
@@ -249,7 +274,8 @@ class Manifest:
         if not names or list(names) != expected:
             wrong = next((name for name, right in zip_longest(names, expected) if name != right), "no name")
             raise RefitError(
-                f"{wrong} does not stand there in the order of sending: ask for whole groups of prepare_weights_for_ipc(), in their order"
+                f"{wrong} does not stand there in the order of sending: ask for whole groups of "
+                "prepare_weights_for_ipc(), in their order"
             )
         return self.group(first, len(names))
 
@@ -266,7 +292,8 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
     needed = Decimal(2 * nbytes + LIST_BYTES * weights) / 2**30
     least = needed.quantize(Decimal(1).scaleb(needed.adjusted() - 2), rounding=ROUND_UP)
     return RefitError(
-        f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set policy.refit_buffer_size_gb to at least "
+        f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set "
+        "policy.refit_buffer_size_gb to at least "
         f"{least:g}, which is for two buffers and the lists of what lies in them, or to null"
     )
 
@@ -297,7 +324,9 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
             group.fill(buffer, begin, end, weights)
 
 
-def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None) -> int:
+def _lay(
+    stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None
+) -> int:
     """Lay a flat bucket into the buffer, and return the index after its last weight; nothing is done for a
     weight but for the first time that it comes."""
     bucket = stream.take(group.stop - first)
@@ -307,7 +336,10 @@ def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: in
         raise AssertionError("a group that is not full lacks something")
     stop = first + bucket.count
     if not first < stop <= group.stop:
-        raise AssertionError(f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were asked for")
+        raise AssertionError(
+            f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were "
+            "asked for"
+        )
     # Kept with the group, which is kept with the manifest: the second refit finds all plans made.
     plan = group.plans.get(first)
     if plan is None or not plan.serves(bucket):
@@ -343,7 +375,9 @@ def expect_end(stream: WeightIterator) -> None:
         RefitError: there are weights left.
     """
     for name, _ in stream:
-        raise RefitError(f"the policy gives {name} after the last weight that was announced: make a new policy and engine")
+        raise RefitError(
+            f"the policy gives {name} after the last weight that was announced: make a new policy and engine"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,13 +408,18 @@ class Stages:
         owners = {name: stage for stage, own in enumerate(names) for name in own}
         missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
         if missing:
-            raise RefitError(f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}")
+            raise RefitError(
+                f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}"
+            )
         for stage, own in enumerate(names):
             # A stage has to send in the manifest's order, because the groups are formed by it on the other
             # side.
             wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
             if wanted != list(own):
-                raise RefitError(f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own in order: {_DEFECT}")
+                raise RefitError(
+                    f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own "
+                    f"in order: {_DEFECT}"
+                )
         # Runs and not a stage each: an interleaved pipeline gives a stage several, and the engines take them
         # in one order.
         in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
@@ -395,7 +434,10 @@ class Stages:
         """
         runs = self.runs or ((0, len(manifest.tensors)),)
         if sum(count for _, count in runs) != len(manifest.tensors):
-            raise RefitError(f"the policy's stages send {sum(count for _, count in runs)} weights of {len(manifest.tensors)}: {_DEFECT}")
+            raise RefitError(
+                f"the policy's stages send {sum(count for _, count in runs)} weights of "
+                f"{len(manifest.tensors)}: {_DEFECT}"
+            )
         first = 0
         for stage, count in runs:
             yield from ((stage, group) for group in manifest.groups(budget, first, first + count))

@@ -178,7 +178,13 @@ def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
         while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
             last += 1
         sizes = (last - first + 1, *begin.sizes)
-        several = Copy(begin.source, begin.target, sizes, (step[0], *begin.source_strides), (step[1], *begin.target_strides))
+        several = Copy(
+            begin.source,
+            begin.target,
+            sizes,
+            (step[0], *begin.source_strides),
+            (step[1], *begin.target_strides),
+        )
         yield several if last > first else begin
         first = last + 1
 
@@ -202,7 +208,10 @@ class CopyPlan:
             count, source, target = math.prod(place.shape), place.begin, begin // bucket.dtype.itemsize
             copies = by_flat.setdefault(place.flat, [])
             last = copies[-1] if copies else None
-            if last is not None and (last.source + last.sizes[0], last.target + last.sizes[0]) == (source, target):
+            if last is not None and (last.source + last.sizes[0], last.target + last.sizes[0]) == (
+                source,
+                target,
+            ):
                 copies[-1] = Copy.run_of(last.sizes[0] + count, last.source, last.target)
             # A weight without elements has a place and nothing to copy.
             elif count:
@@ -286,7 +295,9 @@ class Group:
         for info, begin in zip(self.tensors, self.begins, strict=False):
             # ALIGNMENT is a multiple of every item size, so that nothing is lost by the division.
             offset = (buffer.storage_offset() + begin) // info.dtype.itemsize
-            views.append((info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset)))
+            views.append(
+                (info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset))
+            )
         return views
 
     @torch.no_grad()
@@ -309,7 +320,9 @@ class Group:
         flat = [weight if weight.dim() == 1 else weight.flatten() for weight in weights]
         dtype, gaps = weights[0].dtype, self.gaps[begin:end]
         # One tensor for all gaps of a size: torch.cat takes the same one many times.
-        zeros = {gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)}
+        zeros = {
+            gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)
+        }
         parts = chain.from_iterable(zip(flat, map(zeros.__getitem__, gaps), strict=True))
         torch.cat([*parts], out=buffer[self.begins[begin] : self.begins[end]].view(dtype))
 

@@ -62,7 +62,9 @@ class Members:
 
     def name(self, number: int) -> str:
         """Return a member's name for messages."""
-        return f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
+        return (
+            f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
+        )
 
     def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
         """Return why one that came cannot be taken in; empty where it can.
@@ -75,13 +77,21 @@ class Members:
         rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
         # First: where both sides differ in size or model, every later objection would be a consequence.
-        wrong = [f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value]
+        wrong = [
+            f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value
+        ]
         if wrong:
             return f"{name} expects {', '.join(wrong)}: give both sides the same"
         if not 0 <= stage < self.stages:
-            return f"{name} is outside the {self.stages} stages that the policy's first rank has: give all its ranks one layout"
+            return (
+                f"{name} is outside the {self.stages} stages that the policy's first rank has: give all "
+                "its ranks one layout"
+            )
         if not stage and not 0 < rank < self.world_size:
-            return f"{name} is outside the {self.world_size} ranks that the policy expects: number the engines' ranks from 1"
+            return (
+                f"{name} is outside the {self.world_size} ranks that the policy expects: number the "
+                "engines' ranks from 1"
+            )
         if self.number(rank, stage) in here:
             return f"{name} came twice: give every rank of every engine its own number"
         return ""
@@ -90,7 +100,16 @@ class Members:
         """Return the names of those that are missing."""
         ranks = [number for number in sorted(numbers) if number < self.world_size]
         said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
-        return " and ".join([*said, *(f"the sender of {self.name(number)}" for number in sorted(numbers) if number >= self.world_size)])
+        return " and ".join(
+            [
+                *said,
+                *(
+                    f"the sender of {self.name(number)}"
+                    for number in sorted(numbers)
+                    if number >= self.world_size
+                ),
+            ]
+        )
 
 
 class Rendezvous:
@@ -125,7 +144,10 @@ class Rendezvous:
                 self._lines[0] = Line(self._connected(port))
         except OSError as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
-            message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
+            message = (
+                f"no group for weights at {self.address}: {what} ({error}); choose another port, or "
+                "look at the policy"
+            )
             raise RefitError(message) from error
 
     def _connected(self, port: int) -> socket.socket:
@@ -156,21 +178,30 @@ class Rendezvous:
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
         # Proven as the very text that was sent: JSON made again elsewhere may order or space it otherwise.
-        hello = json.dumps({"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes})
+        hello = json.dumps(
+            {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
+        )
         try:
             # a word of this connection alone: what was proven on another one is of no use here
             nonce = str(line.hear(self.left())["nonce"])
-            line.say({"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)})
+            line.say(
+                {"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)}
+            )
             said = line.hear(self.left())
             verdict: dict[str, Any] = json.loads(said["verdict"])
             # a refusal is believed without a proof: who can write it can keep this rank out anyway
-            if not verdict["error"] and not proves(said["proof"], "verdict", nonce, challenge, said["verdict"]):
+            if not verdict["error"] and not proves(
+                said["proof"], "verdict", nonce, challenge, said["verdict"]
+            ):
                 verdict["error"] = f"the policy does not prove that it belongs to this run; {_OTHER_RUN}"
             if not verdict["error"]:
                 self.store = self._store(verdict["store"])
         except (dist.DistError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             self.close()
-            message = f"no group for weights at {self.address}: the policy gave no verdict within {self._seconds:g} s ({error})"
+            message = (
+                f"no group for weights at {self.address}: the policy gave no verdict within "
+                f"{self._seconds:g} s ({error})"
+            )
             raise RefitError(message) from error
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
@@ -186,13 +217,19 @@ class Rendezvous:
         Raises:
             RefitError: somebody is missing, came twice, or expects something else.
         """
-        own, verdict = {"protocol": _PROTOCOL, **own}, {"error": "", "world_size": members.world_size, "stages": members.stages, **terms}
+        own, verdict = (
+            {"protocol": _PROTOCOL, **own},
+            {"error": "", "world_size": members.world_size, "stages": members.stages, **terms},
+        )
         missing = set(range(1, members.count))
         came: list[tuple[Line, str, str]] = []
         while missing:
             line = self._accept()
             if line is None:
-                late = f"{members.names(missing)} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
+                late = (
+                    f"{members.names(missing)} did not come within {self._seconds:g} s; start world_size "
+                    "- 1 engine ranks"
+                )
                 verdict["error"] = verdict["error"] or late
                 break
             nonce = secrets.token_hex(16)
@@ -244,7 +281,12 @@ class Rendezvous:
         first rank. A store that opens its port itself listens to everybody who reaches this host."""
         left = datetime.timedelta(seconds=self.left())
         return dist.TCPStore(
-            self._ip, port, is_master=listener is not None, wait_for_workers=False, timeout=left, master_listen_fd=listener
+            self._ip,
+            port,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=left,
+            master_listen_fd=listener,
         )
 
     def _accepted(self, verdict: dict[str, Any], members: Members) -> dict[str, Any]:
@@ -277,7 +319,9 @@ class Rendezvous:
             # In the order in which they come: by number, one slow rank would hide that another is gone.
             while waiting := [number for number in self._lines if number not in said]:
                 absent = self.members.names(waiting)
-                if not can_be_read((self._lines[number].descriptor for number in waiting), ends - time.monotonic()):
+                if not can_be_read(
+                    (self._lines[number].descriptor for number in waiting), ends - time.monotonic()
+                ):
                     raise TimeoutError(f"nothing came within {seconds:g} s")
                 for number in waiting:
                     absent = self.members.names([number])

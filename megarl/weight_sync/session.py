@@ -22,7 +22,17 @@ from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync.ipc import SLOTS, IpcBuffer, host_identity
 from megarl.weight_sync.mailbox import Mailbox, MailboxReader, beside
-from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
+from megarl.weight_sync.manifest import (
+    GIB,
+    LIST_BYTES,
+    Manifest,
+    WeightIterator,
+    buffer_bytes,
+    drain,
+    expect_end,
+    pack,
+    too_large,
+)
 from megarl.weight_sync.plan import Group, checksum
 from megarl.weight_sync.slices import Slices
 
@@ -152,7 +162,9 @@ class WeightSender:
         if self._buffer_gib is not None:
             lists = 0 if self._runtime.is_cuda else LIST_BYTES * len(self.manifest.tensors)
             largest = self.manifest.largest[1]
-            return buffer_bytes(self._buffer_gib, SLOTS, lists=lists, gathered=self._gathered_bytes, largest=largest)
+            return buffer_bytes(
+                self._buffer_gib, SLOTS, lists=lists, gathered=self._gathered_bytes, largest=largest
+            )
         total, largest = self.manifest.total_bytes, self.manifest.largest[1]
         wanted = DEFAULT_SLOT_BYTES
         if self._runtime.is_cuda:
@@ -187,12 +199,16 @@ class WeightSender:
         self._require_open()
         total = len(self.manifest.tensors)
         if not (first >= 0 and 1 <= count <= total - first):
-            raise StateError(f"{count} weights from weight {first} on: there are {total}; take the groups of prepare_weights_for_ipc()")
+            raise StateError(
+                f"{count} weights from weight {first} on: there are {total}; take the groups of "
+                "prepare_weights_for_ipc()"
+            )
         # In order and each once: a stream cannot go back, and a group that is left out would leave its
         # weights at the old version.
         if first != self._next:
             raise StateError(
-                f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight {self._next} is next: "
+                f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight "
+                f"{self._next} is next: "
                 "take the groups of prepare_weights_for_ipc() in their order, each once"
             )
         try:
@@ -203,7 +219,11 @@ class WeightSender:
         except BaseException:
             self.give_up()
             raise
-        return {device: {**payload, "round": self._round, "mailbox": handle} for device, handle in handles.items() if payload is not None}
+        return {
+            device: {**payload, "round": self._round, "mailbox": handle}
+            for device, handle in handles.items()
+            if payload is not None
+        }
 
     def _lay(self, box: Mailbox | None, group: Group, patience: float) -> dict[str, Any] | None:
         """Gather a group into its slot; its payload, None on a rank whose weights nobody reads."""
@@ -248,7 +268,9 @@ class WeightSender:
             self._mailbox = Mailbox(on_gpu=self._runtime.is_cuda, engine_rank=self._engine_rank)
         return {self._runtime.identity(): self._mailbox.handle()}
 
-    def hand_over(self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE) -> None:
+    def hand_over(
+        self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE
+    ) -> None:
         """Give the weights of the refit that was begun to the engine's ranks beside this one, group after
         group, until all have read them.
 
@@ -387,7 +409,10 @@ class WeightReceiver:
         self.version = None
         if self._mailbox is None or self._mailbox_handle != payload["mailbox"]:
             self._leave()
-            self._mailbox, self._mailbox_handle = MailboxReader(payload["mailbox"], _CARRIED), payload["mailbox"]
+            self._mailbox, self._mailbox_handle = (
+                MailboxReader(payload["mailbox"], _CARRIED),
+                payload["mailbox"],
+            )
         if payload["first"] == 0:
             self._mailbox.enter(payload["round"])
         with self._read(self._mailbox, payload["round"], payload) as weights:
@@ -426,27 +451,39 @@ class WeightReceiver:
             raise
 
     @contextlib.contextmanager
-    def _read(self, mailbox: MailboxReader, ticket: int, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def _read(
+        self, mailbox: MailboxReader, ticket: int, payload: Mapping[str, Any]
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The weights of one group, if it is the one that comes next."""
         self.version = None
         index, first = payload["index"], payload["first"]
         try:
             if payload["manifest"] not in self._manifests:
                 raise RefitError(
-                    "the policy's weights have other names, shapes or dtypes than its refit info: call prepare_refit_info() anew"
+                    "the policy's weights have other names, shapes or dtypes than its refit info: call "
+                    "prepare_refit_info() anew"
                 )
             here = mailbox, ticket, payload["manifest"]
             if first == 0:
                 self.manifest, self._refit, self._next = self._manifests[payload["manifest"]], here, 0
             if self._refit != here or first != self._next:
-                expected = "the first group of a refit" if self._refit is None else f"weight {self._next} of refit {self._refit[1]}"
-                raise RefitError(f"weight {first} of refit {ticket} came where {expected} was next: start a new refit")
+                expected = (
+                    "the first group of a refit"
+                    if self._refit is None
+                    else f"weight {self._next} of refit {self._refit[1]}"
+                )
+                raise RefitError(
+                    f"weight {first} of refit {ticket} came where {expected} was next: start a new refit"
+                )
             group = self.manifest.group(first, payload["count"])
             ipc_buffer, mark = self._buffer(payload["buffer"]), [mailbox.session, ticket, index]
             _require(ipc_buffer, mark)
             buffer = ipc_buffer.slot(index % SLOTS)
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
-                raise RefitError(f"the weights from {group.names[0]} on have another checksum than the policy's: start a new refit")
+                raise RefitError(
+                    f"the weights from {group.names[0]} on have another checksum than the policy's: start a "
+                    "new refit"
+                )
             # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in
             # torch
             key = (payload["manifest"], index % SLOTS, group.first, group.stop)
@@ -499,7 +536,8 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
     """
     if ipc_buffer.marks[mark[-1] % SLOTS].tolist() != mark:
         raise RefitError(
-            "the buffer does not hold the group of the handle any more: an old handle was used again, or the refit was given up; "
+            "the buffer does not hold the group of the handle any more: an old handle was used again, or "
+            "the refit was given up; "
             "start a new refit"
         )
 

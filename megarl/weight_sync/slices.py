@@ -53,9 +53,15 @@ class Slice:
         Raises:
             RefitError: the weight does not have these indices.
         """
-        if not (0 <= self.dim < len(whole) and self.start >= 0 and self.length >= 0 and self.stop <= whole[self.dim]):
+        if not (
+            0 <= self.dim < len(whole)
+            and self.start >= 0
+            and self.length >= 0
+            and self.stop <= whole[self.dim]
+        ):
             raise RefitError(
-                f"a slice from {self.start} to {self.stop} of dimension {self.dim} does not lie in a weight of shape {list(whole)}: "
+                f"a slice from {self.start} to {self.stop} of dimension {self.dim} does not lie in a weight "
+                f"of shape {list(whole)}: "
                 "give policy and engine one model"
             )
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
@@ -116,8 +122,13 @@ class Reads:
             return Slice(0, 0, 0) if whole else None
         # One span over all reads: a slice is sent as a single run of indices, also where there are holes
         # between reads.
-        spans = [range(min(span.start for span in along), max(span.stop for span in along)) for along in zip(*self._boxes, strict=True)]
-        narrower = [dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size]
+        spans = [
+            range(min(span.start for span in along), max(span.stop for span in along))
+            for along in zip(*self._boxes, strict=True)
+        ]
+        narrower = [
+            dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size
+        ]
         # Narrower in two dimensions, or in none: a run of one dimension would not say it, and the weight is
         # sent whole.
         if len(narrower) != 1:
@@ -148,7 +159,9 @@ class PartialWeight(torch.Tensor):
         """
         expected = where.shape_of(whole)
         if tuple(part.shape) != expected:
-            raise RefitError(f"a slice of shape {list(part.shape)} came where {list(expected)} was announced: refit anew")
+            raise RefitError(
+                f"a slice of shape {list(part.shape)} came where {list(expected)} was announced: refit anew"
+            )
         return _begun(part.dtype, _Root(tuple(whole), part.device, part=part, where=where))
 
     @staticmethod
@@ -159,7 +172,11 @@ class PartialWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
         # Without it every call below would come back to this method.
@@ -170,7 +187,10 @@ class PartialWeight(torch.Tensor):
             # Only the first argument is written to; a partial weight as the source of copy_ is what this
             # class is for.
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
-                raise RefitError(f"{name} would write into a weight of which a slice came: report the model, and take whole weights")
+                raise RefitError(
+                    f"{name} would write into a weight of which a slice came: report the model, and take "
+                    "whole weights"
+                )
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
             # Tried on meta first: a view needs no values, and torch's own rules say what it is, whichever way
             # a loader slices.
@@ -179,7 +199,12 @@ class PartialWeight(torch.Tensor):
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     seen = func(*_as_meta(args), **_as_meta(options))
                     if _lies_in(given[0], seen):
-                        return tree_map(lambda one: _continued(one, given[0]._root) if isinstance(one, torch.Tensor) else one, seen)
+                        return tree_map(
+                            lambda one: (
+                                _continued(one, given[0]._root) if isinstance(one, torch.Tensor) else one
+                            ),
+                            seen,
+                        )
             return _read(func, args, options, given)
 
 
@@ -205,19 +230,28 @@ class _Root:
         it is another view."""
         strides = _strides(self.whole)
         # The stride of a dimension of size 1 means nothing, and torch sets it at will.
-        lies_as_whole = all(size < 2 or stride == own for size, stride, own in zip(view.shape, view.stride(), strides, strict=False))
+        lies_as_whole = all(
+            size < 2 or stride == own
+            for size, stride, own in zip(view.shape, view.stride(), strides, strict=False)
+        )
         if view.dim() != len(self.whole) or not lies_as_whole:
             return None
         left, block = view.storage_offset(), []
         for size, stride in zip(view.shape, strides, strict=True):
             block.append(range(left // stride, left // stride + size))
             left %= stride
-        return tuple(block) if all(span.stop <= size for span, size in zip(block, self.whole, strict=True)) else None
+        return (
+            tuple(block)
+            if all(span.stop <= size for span, size in zip(block, self.whole, strict=True))
+            else None
+        )
 
     def _rows(self, view: torch.Tensor) -> tuple[range, ...]:
         """Return the rows in which all elements of a view lie, with all that is in them."""
         first = view.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
+        )
         row = math.prod(self.whole[1:])
         return (range(first // row, last // row + 1), *(range(size) for size in self.whole[1:]))
 
@@ -243,8 +277,10 @@ class _Root:
         # them.
         if (block is None and where.dim) or needed.start < where.start or needed.stop > where.stop:
             raise RefitError(
-                f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a weight of shape {list(self.whole)}, of "
-                f"which it had read {where.start} to {where.stop}, and got no more: start new engines, and report the model"
+                f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a weight of "
+                f"shape {list(self.whole)}, of "
+                f"which it had read {where.start} to {where.stop}, and got no more: start new engines, and "
+                "report the model"
             )
         if block is None:
             offset = view.storage_offset() - where.start * math.prod(self.whole[1:])
@@ -297,7 +333,12 @@ def _as_meta(value: Any) -> Any:
 
 def _as_values(value: Any) -> Any:
     """``value`` with the values of its partial weights."""
-    return tree_map(lambda one: one._root.values(one.as_subclass(torch.Tensor)) if isinstance(one, PartialWeight) else one, value)
+    return tree_map(
+        lambda one: (
+            one._root.values(one.as_subclass(torch.Tensor)) if isinstance(one, PartialWeight) else one
+        ),
+        value,
+    )
 
 
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
@@ -305,10 +346,16 @@ def _lies_in(weight: PartialWeight, found: Any) -> bool:
     about it."""
     # The address of the storage object: meta storages have no data pointer, it is 0 for all.
     memory = weight.untyped_storage()._cdata
-    return all(one.untyped_storage()._cdata == memory for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
+    return all(
+        one.untyped_storage()._cdata == memory
+        for one in tree_flatten(found)[0]
+        if isinstance(one, torch.Tensor)
+    )
 
 
-def _read(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]) -> Any:
+def _read(
+    func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]
+) -> Any:
     """Return what a call makes of values, or where it writes them. Where there are none, note that they are
     read: nothing is written, and the result is tensors whose reads nobody notes, because all that they are
     made of was read."""
@@ -320,6 +367,10 @@ def _read(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, A
         return args[0]
 
     def unnoted(one: Any) -> Any:
-        return _begun(one.dtype, _Root(tuple(one.shape), given[0]._root.device, reads=Reads())) if isinstance(one, torch.Tensor) else one
+        return (
+            _begun(one.dtype, _Root(tuple(one.shape), given[0]._root.device, reads=Reads()))
+            if isinstance(one, torch.Tensor)
+            else one
+        )
 
     return tree_map(unnoted, func(*_as_meta(args), **_as_meta(options)))

@@ -121,10 +121,13 @@ class TransferGroup:
                     return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
             # The class itself and not dist.new_group: that wants a default group of which all these ranks are
             # part, and engine and policy have one each.
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left()))
+            return dist.ProcessGroupGloo(
+                store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left())
+            )
         except (dist.DistError, RuntimeError) as error:
             raise RefitError(
-                f"no group for weights at {self._rendezvous.address}: a rank left while it was made ({error}); {NEW_GROUP}"
+                f"no group for weights at {self._rendezvous.address}: a rank left while it was made "
+                f"({error}); {NEW_GROUP}"
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
@@ -216,7 +219,9 @@ class TransferGroup:
             refusals = self._rendezvous.agree(refusal, longest)
         except RefitError as error:
             raise RefitError(f"{error}; {NEW_GROUP}") from error
-        return [f"{self._rendezvous.members.name(number)}: {text}" for number, text in sorted(refusals.items())]
+        return [
+            f"{self._rendezvous.members.name(number)}: {text}" for number, text in sorted(refusals.items())
+        ]
 
     def close(self) -> None:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
@@ -226,7 +231,9 @@ class TransferGroup:
             groups[index].abort()
         self._rendezvous.close()
         if not all(_ends(work) for work in self._started):
-            threading.Thread(target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True).start()
+            threading.Thread(
+                target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True
+            ).start()
         # gloo closes its connections with its last reference; to abort does not
         groups.clear()
         self._groups.clear()

@@ -1,7 +1,8 @@
-"""Linear layers of Megatron-Core with adapters beside them, as Megatron-Bridge (0.3.1) builds them of Megatron-Core's own layers.
+"""Linear layers of Megatron-Core with adapters beside them, as Megatron-Bridge (0.3.1) builds them of
+Megatron-Core's own layers.
 
-Megatron-Bridge itself needs Transformer Engine. What follows says the same of shapes, cuts, names and arithmetic; experts, sequence
-parallelism and dropout are left out.
+Megatron-Bridge itself needs Transformer Engine. What follows says the same of shapes, cuts, names and
+arithmetic; experts, sequence parallelism and dropout are left out.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, base: Any, rank: int, alpha: float, gated: bool) -> None:
         super().__init__()
-        options = {"config": base.config, "init_method": lambda weight: weight, "bias": False, "tp_group": base.tp_group}
+        options = {
+            "config": base.config,
+            "init_method": lambda weight: weight,
+            "bias": False,
+            "tp_group": base.tp_group,
+        }
         is_row = isinstance(base, RowParallelLinear)
         if is_row:
-            self.linear_in = RowParallelLinear(base.input_size, rank, input_is_parallel=True, skip_bias_add=True, **options)
+            self.linear_in = RowParallelLinear(
+                base.input_size, rank, input_is_parallel=True, skip_bias_add=True, **options
+            )
         else:
             self.linear_in = ColumnParallelLinear(base.input_size, rank, gather_output=True, **options)
         self.linear_out = ColumnParallelLinear(rank, base.output_size, gather_output=is_row, **options)
@@ -45,7 +53,9 @@ class Adapter(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_out(self.linear_in(x)[0])[0] * self.scale
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         state = self.linear_in.sharded_state_dict(f"{prefix}linear_in.", sharded_offsets, metadata)
         out = self.linear_out.sharded_state_dict(f"{prefix}linear_out.", sharded_offsets, metadata)
         if self.gated:
@@ -65,7 +75,9 @@ class WithAdapter(torch.nn.Module):
         output, bias = self.to_wrap(x)
         return output + self.adapter(x), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         own = self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata)
         return {**own, **self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)}
 
@@ -83,18 +95,30 @@ def put_beside(model: torch.nn.Module, rank: int, alpha: float, blocks: Sequence
 def wanted(model: Any, apart: bool) -> dict[str, Any]:
     """What Megatron-Bridge saves and loads: of the state dict what belongs to adapters."""
     metadata = {"non_homogeneous_layers": True} if apart else {}
-    return {name: part for name, part in model.sharded_state_dict(metadata=metadata).items() if ".adapter." in name}
+    return {
+        name: part
+        for name, part in model.sharded_state_dict(metadata=metadata).items()
+        if ".adapter." in name
+    }
 
 
 def load_compute_train_and_save(
-    config: Mapping[str, Any], blocks: Sequence[str], source: str, batch: Mapping[str, Any], said: Mapping[str, Any], target: str
+    config: Mapping[str, Any],
+    blocks: Sequence[str],
+    source: str,
+    batch: Mapping[str, Any],
+    said: Mapping[str, Any],
+    target: str,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities with the adapters of ``source``, and with others everywhere, also where those had zeros, which are saved."""
+    """Log-probabilities with the adapters of ``source``, and with others everywhere, also where those had
+    zeros, which are saved."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     model = worker.backend.chunks[0].module
     with cuda_literals():
         put_beside(model, said["rank"], said["alpha"], blocks)
-        loaded = checkpoint._load(wanted(model, said["layers"] == "apart"), Path(source), "adapters", StreamedLoad())
+        loaded = checkpoint._load(
+            wanted(model, said["layers"] == "apart"), Path(source), "adapters", StreamedLoad()
+        )
     model.load_state_dict(loaded, strict=False)
     first = jobs.logprobs_of(worker, batch)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())

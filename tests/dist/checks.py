@@ -23,11 +23,17 @@ TRAINERS = {
 
 
 @remembered
-def _reference(model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any, kind: str) -> Any:
-    # of a gradient that cancels, float32 leaves noise, which Adam makes a step of: the reference alone was 1e-5 off where it had one
+def _reference(
+    model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any, kind: str
+) -> Any:
+    # of a gradient that cancels, float32 leaves noise, which Adam makes a step of: the reference alone was
+    # 1e-5 off where it had one
     load = reference.load_scoring if kind == "scoring" else reference.load
     trainer = TRAINERS[kind](load(model).double(), config)
-    exact = [{name: column.double() if column.is_floating_point() else column for name, column in batch.items()} for batch in batches]
+    exact = [
+        {name: column.double() if column.is_floating_point() else column for name, column in batch.items()}
+        for batch in batches
+    ]
     measured = [trainer.step(batch, loss_fn) for batch in exact]
     weights = dict(trainer.model.state_dict())
     if kind != "scoring" and trainer.model.config.tie_word_embeddings:
@@ -36,9 +42,15 @@ def _reference(model: Path, config: dict[str, Any], batches: list[dict[str, Tens
 
 
 def run_reference(
-    model: Path, config: Mapping[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any, *, kind: str = "language"
+    model: Path,
+    config: Mapping[str, Any],
+    batches: list[dict[str, Tensor]],
+    loss_fn: Any,
+    *,
+    kind: str = "language",
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and the weights of transformers after one step for each batch, computed once for all layouts.
+    """Losses, gradient norms and the weights of transformers after one step for each batch, computed once for
+    all layouts.
 
     Args:
         model: Hugging Face directory.
@@ -47,11 +59,15 @@ def run_reference(
         loss_fn: one of megarl's.
         kind: of model and loss: one of ``TRAINERS``.
     """
-    found: tuple[list[float], list[float], dict[str, Tensor]] = _reference(model, without_layout(config), batches, loss_fn, kind)
+    found: tuple[list[float], list[float], dict[str, Tensor]] = _reference(
+        model, without_layout(config), batches, loss_fn, kind
+    )
     return found
 
 
-def check_trained(results: Iterable[Mapping[str, Any]], losses: list[float], norms: list[float], weights: Weights) -> None:
+def check_trained(
+    results: Iterable[Mapping[str, Any]], losses: list[float], norms: list[float], weights: Weights
+) -> None:
     """What every rank returned of ``jobs.train`` equals the reference."""
     for result in results:
         torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
@@ -86,7 +102,9 @@ def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, Tensor]:
 
 
 @remembered
-def transformers_greedy(model: Path, batch: dict[str, Tensor], new_tokens: int, stop: list[int]) -> list[list[int]]:
+def transformers_greedy(
+    model: Path, batch: dict[str, Tensor], new_tokens: int, stop: list[int]
+) -> list[list[int]]:
     """Prompt and answer of each row, one row at a time."""
     return reference.greedy(reference.load(model), batch, new_tokens, stop)
 
@@ -99,7 +117,12 @@ def likely_stop(model: Path, batch: dict[str, Tensor]) -> int:
 
 
 def check_generated(
-    pool: WorkerPool, world: int, config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, expected: list[list[int]]
+    pool: WorkerPool,
+    world: int,
+    config: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    greedy: bool,
+    expected: list[list[int]],
 ) -> None:
     """All ranks return the expected tokens, with the log-probabilities that get_logprobs gives them."""
     for rows in pool.run(world, jobs.generate, config, batch, greedy):
@@ -107,7 +130,12 @@ def check_generated(
 
 
 def check_recorded(
-    pool: WorkerPool, world: int, config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, expected: list[list[int]]
+    pool: WorkerPool,
+    world: int,
+    config: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    greedy: bool,
+    expected: list[list[int]],
 ) -> None:
     """The same of steps that are recorded, of which the last call still replays some."""
     for rows, (recorded, replayed) in pool.run(world, jobs.generate_recorded, config, batch, greedy):

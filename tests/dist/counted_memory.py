@@ -1,4 +1,5 @@
-"""Memory that is counted tensor by tensor: what autograd keeps for the backward pass, and what operations allocate."""
+"""Memory that is counted tensor by tensor: what autograd keeps for the backward pass, and what operations
+allocate."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MEBIBYTE = 1024 * 1024
 
 
 class Saved:
-    """What autograd keeps for the backward pass; each storage counts once, and parameters, which are there anyway, do not.
+    """What autograd keeps for the backward pass; each storage counts once, and parameters, which are there
+    anyway, do not.
 
     Attributes:
         peak: MiB at the worst moment.
@@ -69,8 +71,9 @@ def saved_for_backward() -> Iterator[Saved]:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the memory of floating-point tensors that operations of this thread make inside; each storage counts once, for as long as it
-    is there. Numbers of other types, such as objects on their way between ranks, grow with the number of tensors and not with their sizes.
+    """Counts the memory of floating-point tensors that operations of this thread make inside; each storage
+    counts once, for as long as it is there. Numbers of other types, such as objects on their way between
+    ranks, grow with the number of tensors and not with their sizes.
 
     Attributes:
         peak: bytes at the worst moment.

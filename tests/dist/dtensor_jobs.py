@@ -28,7 +28,8 @@ def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -
     Args:
         model: Hugging Face directory.
         batching: fixed, dynamic or packed.
-        changes: ``tp``, ``cp``, ``comm``, ``sp``, ``recompute``, ``offload``, ``plan``, and those of ``fsdp1_config``.
+        changes: ``tp``, ``cp``, ``comm``, ``sp``, ``recompute``, ``offload``, ``plan``, and those of
+            ``fsdp1_config``.
     """
     take = changes.pop
     settings = {
@@ -44,9 +45,12 @@ def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -
     return {**fsdp1_jobs.fsdp1_config(model, batching, **changes), "dtensor_cfg": settings}
 
 
-def generates_with_what_it_trains(config: Mapping[str, Any], prompts: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
-    """What differs, in the model that generates, from the trained one: its parameters in the precision, its buffers to the bit; after
-    generating and training in turn. Also what of it still takes memory afterwards."""
+def generates_with_what_it_trains(
+    config: Mapping[str, Any], prompts: Mapping[str, Any], batches: list[Mapping[str, Any]]
+) -> list[str]:
+    """What differs, in the model that generates, from the trained one: its parameters in the precision, its
+    buffers to the bit; after generating and training in turn. Also what of it still takes memory
+    afterwards."""
     worker = jobs.build(config, init_reference_model=False)
     backend, dtype = worker.backend, getattr(torch, config["precision"])
     for batch in batches:
@@ -63,19 +67,25 @@ def generates_with_what_it_trains(config: Mapping[str, Any], prompts: Mapping[st
             if not torch.equal(whole, gather(backend._parameters[name], backend.runtime.device).to(dtype)):
                 wrong.append(name)
         kept = model
-    wrong += [f"{name} keeps its memory" for name, parameter in kept.named_parameters() if not parameter.is_meta]
+    wrong += [
+        f"{name} keeps its memory" for name, parameter in kept.named_parameters() if not parameter.is_meta
+    ]
     wrong += [f"{name} is lost" for name, buffer in kept.named_buffers() if buffer.is_meta]
     backend.close()
     return wrong
 
 
 def replicas_agree(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
-    """After training, the names of pieces that are not the same to the bit on all ranks that hold the same piece."""
+    """After training, the names of pieces that are not the same to the bit on all ranks that hold the same
+    piece."""
     worker = jobs.build(config, init_reference_model=False)
     for batch in batches:
         worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     mine = {
-        name: (tuple((place.start, place.stop) for place in block_of(parameter).slices), parameter.to_local().clone())
+        name: (
+            tuple((place.start, place.stop) for place in block_of(parameter).slices),
+            parameter.to_local().clone(),
+        )
         for name, parameter in worker.return_state_dict().items()
         if isinstance(parameter, DTensor)
     }
@@ -113,7 +123,9 @@ def train_after_an_error(config: Mapping[str, Any], batch: Mapping[str, Any]) ->
     for broken in (True, False):
         worker = jobs.build(config, init_reference_model=False)
         share = jobs.my_share(worker, batch)
-        if broken and not jobs.said(lambda: worker.train(data=share, loss_fn=FailingLoss())).startswith("ZeroDivisionError"):  # noqa: B023
+        if broken and not jobs.said(lambda: worker.train(data=share, loss_fn=FailingLoss())).startswith(
+            "ZeroDivisionError"
+        ):  # noqa: B023
             return ["no error"]
         worker.train(data=share, loss_fn=NLLLoss())
         outcomes.append(jobs.full_weights(worker))
@@ -121,13 +133,16 @@ def train_after_an_error(config: Mapping[str, Any], batch: Mapping[str, Any]) ->
 
 
 def own_loop(config: Mapping[str, Any], batch: Mapping[str, Tensor], rotate: str | None) -> dict[str, Any]:
-    """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers came back."""
+    """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers
+    came back."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     mesh = worker.backend._meshes.context
     ids = batch["input_ids"].clone()
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     throwaway = positions.clone()
-    context = worker.create_context_parallel_ctx(mesh, [ids, positions, throwaway], [1, 1, 1], {throwaway}, rotate)
+    context = worker.create_context_parallel_ctx(
+        mesh, [ids, positions, throwaway], [1, 1, 1], {throwaway}, rotate
+    )
     with worker.train_context(context), torch.no_grad():
         logits = worker.backend.model(input_ids=ids, position_ids=positions, use_cache=False).logits.clone()
         place = positions[0].clone()
@@ -141,8 +156,15 @@ def own_loop(config: Mapping[str, Any], batch: Mapping[str, Tensor], rotate: str
         (mesh, [ids[:, :3].clone()], [1], set(), None),
         (mesh, [ids], [1], set(), "addtoall"),
     ]
-    errors = [jobs.said(lambda arguments=arguments: worker.create_context_parallel_ctx(*arguments).__enter__()) for arguments in wrong]  # type: ignore[misc]
-    restored = torch.equal(ids, batch["input_ids"]) and positions.shape == ids.shape and throwaway.shape[1] == ids.shape[1] // mesh.size()
+    errors = [
+        jobs.said(lambda arguments=arguments: worker.create_context_parallel_ctx(*arguments).__enter__())
+        for arguments in wrong
+    ]  # type: ignore[misc]
+    restored = (
+        torch.equal(ids, batch["input_ids"])
+        and positions.shape == ids.shape
+        and throwaway.shape[1] == ids.shape[1] // mesh.size()
+    )
     return {"logits": whole, "restored": restored, "errors": errors}
 
 
@@ -152,7 +174,11 @@ def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
     model = worker.backend.model
     before = jobs.full_weights(worker)
     with unshard_fsdp2_model(model):
-        gathered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if type(parameter) is torch.nn.Parameter}
+        gathered = {
+            name: tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if type(parameter) is torch.nn.Parameter
+        }
     copies = get_cpu_state_dict(worker.return_state_dict().items())
     answers: dict[str, Any] = {
         "repr": repr(worker),
@@ -166,8 +192,14 @@ def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(tensor, DTensor)
         ),
     }
-    moves = [worker.move_to_cpu, worker.move_to_cuda, lambda model: worker.move_buffer_to_device(model, "cpu")]
-    answers["same model"] = all(move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")])
+    moves = [
+        worker.move_to_cpu,
+        worker.move_to_cuda,
+        lambda model: worker.move_buffer_to_device(model, "cpu"),
+    ]
+    answers["same model"] = all(
+        move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")]
+    )
     other = torch.nn.BatchNorm1d(3)
     answers["other model"] = all(move(other) is other for move in moves) and other.running_mean is not None
     answers["weights stay"] = differences(before, jobs.full_weights(worker)) == []
@@ -197,7 +229,8 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the second one gathered."""
+    """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the
+    second one gathered."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     with (
         mock.patch.object(worker.backend._weights, "_bucket_bytes", nbytes),
@@ -210,8 +243,22 @@ def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
         gathers.clear()
         second = list(worker.backend.export_hf())
     divided, rows, dtype = worker.backend._divided(), worker.backend._rows, worker.backend._dtype
-    wrong = [name for name, tensor in second if not torch.equal(tensor, gather(divided[name], tensor.device, rows[name]).to(dtype))]
-    wrong += [name for (name, tensor), (_, later) in zip(first, second, strict=True) if not torch.equal(tensor * -0.5, later)]
+    wrong = [
+        name
+        for name, tensor in second
+        if not torch.equal(tensor, gather(divided[name], tensor.device, rows[name]).to(dtype))
+    ]
+    wrong += [
+        name
+        for (name, tensor), (_, later) in zip(first, second, strict=True)
+        if not torch.equal(tensor * -0.5, later)
+    ]
     assert all(tensor.is_contiguous() for _, tensor in second)
     left = sorted(divided.keys() - dict(second).keys())
-    return {"wrong": wrong, "left": left, "gathers": gathers, "parameters": len(second), "elements": sum(t.numel() for _, t in second)}
+    return {
+        "wrong": wrong,
+        "left": left,
+        "gathers": gathers,
+        "parameters": len(second),
+        "elements": sum(t.numel() for _, t in second),
+    }

@@ -18,7 +18,12 @@ from tests.models import policy_config
 BATCHING: dict[str, dict[str, Any]] = {
     "fixed": {},
     "dynamic": {
-        "dynamic_batching": {"enabled": True, "train_mb_tokens": 30, "logprob_mb_tokens": 45, "sequence_length_round": 4},
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": 30,
+            "logprob_mb_tokens": 45,
+            "sequence_length_round": 4,
+        },
     },
     "packed": {
         "sequence_packing": {
@@ -34,7 +39,10 @@ BATCHING: dict[str, dict[str, Any]] = {
 def fsdp1_config(model: Path | str, batching: str = "fixed", **changes: Any) -> dict[str, Any]:
     """``policy_config`` for FSDP1: the same optimizer, and the same warm-up as a schedule of torch."""
     recompute = changes.pop("recompute", False)
-    scheduler = changes.pop("scheduler", {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.25, "total_iters": 2}})
+    scheduler = changes.pop(
+        "scheduler",
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.25, "total_iters": 2}},
+    )
     optimizer = changes.pop("torch_optimizer", None)
     config = policy_config(model, **changes)
     adam = config["megatron_cfg"]["optimizer"]
@@ -91,7 +99,11 @@ def small_methods(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     other = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
     answers["other model"] = worker.manual_load_to_gpu(worker.manual_offload_to_cpu(other)) is other
-    narrow = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "input_lengths": torch.tensor([4, 4]), "sample_mask": torch.ones(2)}
+    narrow = {
+        "input_ids": torch.ones(2, 4, dtype=torch.int64),
+        "input_lengths": torch.tensor([4, 4]),
+        "sample_mask": torch.ones(2),
+    }
     wide = BatchedDataDict({**narrow, "token_mask": torch.ones(2, 5)})
     answers["columns"] = [
         jobs.said(lambda: worker.get_logprobs(wide)),
@@ -113,7 +125,8 @@ def small_methods(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def peak_of_build(config: Mapping[str, Any]) -> dict[str, int]:
-    """Largest number of elements that real parameters had at once while the model was built, and of the whole model."""
+    """Largest number of elements that real parameters had at once while the model was built, and of the whole
+    model."""
     from megarl.models.fsdp1.build import Filler
 
     live: list[int] = []

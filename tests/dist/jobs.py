@@ -27,7 +27,8 @@ from tests.recording import OperationCount, TapeCapture
 
 @contextlib.contextmanager
 def new_memory_is_undefined() -> Iterator[None]:
-    """Inside, new tensors are full of NaN until something is written to them, where otherwise what an earlier tensor left may be right."""
+    """Inside, new tensors are full of NaN until something is written to them, where otherwise what an earlier
+    tensor left may be right."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -37,8 +38,9 @@ def new_memory_is_undefined() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathers_in_their_rows() -> Iterator[list[int]]:
-    """Inside, what a rank gives to a gather lies in its own row of what it gets. In another row gloo gathers it all the same, where NCCL
-    would overwrite it on the way. Notes the elements of what every gather brings."""
+    """Inside, what a rank gives to a gather lies in its own row of what it gets. In another row gloo gathers
+    it all the same, where NCCL would overwrite it on the way. Notes the elements of what every gather
+    brings."""
     all_gather = dist.all_gather_into_tensor
     gathers: list[int] = []
 
@@ -78,15 +80,32 @@ def build_error(config: Mapping[str, Any]) -> str:
     return said(lambda: build(config))
 
 
-def dealt(worker: Any, batch: Mapping[str, Any], phase: Phase, global_batch: int | None = None, rows_together: int = 1) -> ShardedBatch:
+def dealt(
+    worker: Any,
+    batch: Mapping[str, Any],
+    phase: Phase,
+    global_batch: int | None = None,
+    rows_together: int = 1,
+) -> ShardedBatch:
     """The batch as the driver deals it to the replicas."""
     replicas = worker.backend.groups.data_size
-    return shard_batch(BatchedDataDict(batch), worker.cfg, replicas, phase=phase, global_batch=global_batch, rows_together=rows_together)
+    return shard_batch(
+        BatchedDataDict(batch),
+        worker.cfg,
+        replicas,
+        phase=phase,
+        global_batch=global_batch,
+        rows_together=rows_together,
+    )
 
 
-def my_share(worker: Any, batch: Mapping[str, Any], global_batch: int | None = None, rows_together: int = 1) -> BatchedDataDict[Any]:
+def my_share(
+    worker: Any, batch: Mapping[str, Any], global_batch: int | None = None, rows_together: int = 1
+) -> BatchedDataDict[Any]:
     """Rows of this replica in a training step."""
-    sharded = dealt(worker, batch, "train", global_batch or worker.cfg["train_global_batch_size"], rows_together)
+    sharded = dealt(
+        worker, batch, "train", global_batch or worker.cfg["train_global_batch_size"], rows_together
+    )
     return sharded.shards[worker.backend.groups.data_rank]
 
 
@@ -120,14 +139,24 @@ def of_replicas(worker: Any, mine: Any) -> list[Any]:
 
 def step(worker: Any, batch: Mapping[str, Any], loss_fn: Any) -> tuple[float, float, float]:
     """(loss, gradient norm, learning rate) of one global batch."""
-    result = worker.train(data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn)
+    result = worker.train(
+        data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn
+    )
     return float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]
 
 
-def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, **options: Any) -> dict[str, Any]:
-    """Losses, gradient norms, learning rates, metrics of this replica and the weights after one ``train()`` call for each batch."""
+def train(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, **options: Any
+) -> dict[str, Any]:
+    """Losses, gradient norms, learning rates, metrics of this replica and the weights after one ``train()``
+    call for each batch."""
     worker = build(config, init_reference_model=False, **options)
-    results = [worker.train(data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn) for batch in batches]
+    results = [
+        worker.train(
+            data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn
+        )
+        for batch in batches
+    ]
     weights = full_weights(worker)
     worker.backend.close()
     return {
@@ -143,17 +172,24 @@ def prompts_in_several_passes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(decoding, "PASS_POSITIONS", 3)
 
 
-def train_with_fusions(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
+def train_with_fusions(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any
+) -> dict[str, Any]:
     """As ``train``, with the functions that torch.compile fuses on a GPU, run operation by operation."""
     with mock.patch.object(settings, "compiles", lambda: True), torch.compiler.set_stance("force_eager"):
         return train(config, batches, loss_fn)
 
 
-def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """Rows of all replicas in order, some of which may get no prompt at all, with get_logprobs' log-probabilities of the same tokens."""
+def generate(
+    config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None
+) -> list[dict[str, Any]]:
+    """Rows of all replicas in order, some of which may get no prompt at all, with get_logprobs'
+    log-probabilities of the same tokens."""
     worker = build(config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False)
     groups = worker.backend.groups
-    shards = BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=None, allow_uneven_shards=True)
+    shards = BatchedDataDict(batch).shard_by_batch_size(
+        groups.data_size, batch_size=None, allow_uneven_shards=True
+    )
     with prompts_in_several_passes():
         output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
     rows = []
@@ -178,7 +214,9 @@ def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, 
     every = [row for share in of_replicas(worker, rows) for row in share]
     width = max(len(row["ids"]) for row in every)
     ids = torch.tensor([row["ids"] + [0] * (width - len(row["ids"])) for row in every])
-    recomputed = logprobs_of(worker, {"input_ids": ids, "input_lengths": torch.tensor([len(row["ids"]) for row in every])})
+    recomputed = logprobs_of(
+        worker, {"input_ids": ids, "input_lengths": torch.tensor([len(row["ids"]) for row in every])}
+    )
     for row, values in zip(every, recomputed, strict=True):
         row["recomputed"] = values[len(row["ids"]) - row["new"] : len(row["ids"])]
     worker.backend.close()
@@ -188,9 +226,11 @@ def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, 
 def generate_recorded(
     config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool
 ) -> tuple[list[dict[str, Any]], tuple[int, int] | None]:
-    """``generate`` whose steps are recorded and run from the recording, at several sizes of the cache; with how many were, and whether the
-    last call still recorded."""
-    with recorded_steps(checked=dist.get_world_size() == 1, backend=GENERATION[enabled_backend(config)]) as graphs:
+    """``generate`` whose steps are recorded and run from the recording, at several sizes of the cache; with
+    how many were, and whether the last call still recorded."""
+    with recorded_steps(
+        checked=dist.get_world_size() == 1, backend=GENERATION[enabled_backend(config)]
+    ) as graphs:
         return generate(config, batch, greedy), recorded_and_replayed(graphs)
 
 
@@ -205,7 +245,8 @@ GENERATION = {"megatron": generation, "dtensor": torch_generation, "fsdp1": torc
 
 @contextlib.contextmanager
 def recorded_steps(*, checked: bool, backend: Any = generation) -> Iterator[list[Graphs]]:
-    """Inside, Megatron's steps are recorded as on a CUDA device, or those of another ``backend``, its module of generation."""
+    """Inside, Megatron's steps are recorded as on a CUDA device, or those of another ``backend``, its module
+    of generation."""
     # not before megarl.models.megatron has prepared it
     from megatron.core.transformer.moe import router as routers
 
@@ -216,13 +257,16 @@ def recorded_steps(*, checked: bool, backend: Any = generation) -> Iterator[list
         return made[-1]
 
     def gating(router: Any, hidden: Tensor) -> Tensor:
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, hidden.dtype)
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            router.config.moe_router_dtype, hidden.dtype
+        )
         return routers.router_gating_linear(hidden, router.weight, router.bias, dtype)
 
     with (
         mock.patch.object(backend, "graphs_on", graphs_on),
         mock.patch.object(decoded_rows, "FEWEST_POSITIONS", 4),
-        # on a CPU Megatron-Core's own moves the weight to where it is, of which a run on tensors without values would leave nothing
+        # on a CPU Megatron-Core's own moves the weight to where it is, of which a run on tensors without
+        # values would leave nothing
         mock.patch.object(routers.TopKRouter, "gating", gating),
     ):
         yield made
@@ -264,8 +308,8 @@ def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Tensor]]:
 
 
 def loaded_bytes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of parameters that this rank read of the files (``read``) and got from other ranks (``got``) when it was built; those of its
-    own parameters (``own``), and of all of the model (``model``)."""
+    """Bytes of parameters that this rank read of the files (``read``) and got from other ranks (``got``) when
+    it was built; those of its own parameters (``own``), and of all of the model (``model``)."""
     counted = {"read": 0, "got": 0}
     send = dist.broadcast
 

@@ -1,4 +1,5 @@
-"""How a configuration key shows what it is good for: a change that can be seen, a refusal, or a test of its own."""
+"""How a configuration key shows what it is good for: a change that can be seen, a refusal, or a test of its
+own."""
 
 from __future__ import annotations
 
@@ -93,13 +94,15 @@ def read_demonstrations() -> dict[str, dict[str, Demonstration]]:
     """Demonstrations by key, in the groups of ``tests/data/key_demonstrations.yaml``."""
     found: dict[str, dict[str, Demonstration]] = {}
     for group, rows in read_table("key_demonstrations.yaml").items():
-        found[group] = {key: next(kind for name, kind in KINDS.items() if name in row)(**row) for key, row in rows.items()}
+        found[group] = {
+            key: next(kind for name, kind in KINDS.items() if name in row)(**row) for key, row in rows.items()
+        }
     return found
 
 
 def leaves(backend: str) -> set[str]:
-    """The keys of ``policy`` that are no sections and concern a backend: all but those inside another backend's section, of which only
-    ``enabled`` counts."""
+    """The keys of ``policy`` that are no sections and concern a backend: all but those inside another
+    backend's section, of which only ``enabled`` counts."""
     paths = {*known_paths(PolicyConfig), MILESTONES}
     ends = {path for path in paths if not any(other.startswith(f"{path}.") for other in paths)}
     foreign = tuple(f"{section}." for section in SECTIONS if section != f"{backend}_cfg")

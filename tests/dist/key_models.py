@@ -30,8 +30,9 @@ class RemoteModel(Qwen2ForCausalLM):
 
 
 def make_models(root: Path) -> dict[str, Path]:
-    """By name, of one layer each: ``qwen2``, ``other`` (other weights), ``deep`` (four layers), ``mixtral``, ``remote`` (``qwen2`` with
-    code of its own beside it); and tokenizers: ``tokenizer``, ``backwards`` (other numbers) and ``coded`` (with code of its own)."""
+    """By name, of one layer each: ``qwen2``, ``other`` (other weights), ``deep`` (four layers), ``mixtral``,
+    ``remote`` (``qwen2`` with code of its own beside it); and tokenizers: ``tokenizer``, ``backwards`` (other
+    numbers) and ``coded`` (with code of its own)."""
     made = {
         "qwen2": make_tiny(root / "qwen2", "qwen2", tied=False, layers=1),
         "other": make_tiny(root / "other", "qwen2", tied=False, layers=1, seed=1),
@@ -42,13 +43,16 @@ def make_models(root: Path) -> dict[str, Path]:
     words = [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
     made |= {name: tokenizer_of_words(root / name, words) for name in ("tokenizer", "coded")}
     made["backwards"] = tokenizer_of_words(root / "backwards", words[::-1])
-    _bring_code(made["remote"], "config.json", {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteModel"})
+    _bring_code(
+        made["remote"], "config.json", {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteModel"}
+    )
     _bring_code(made["coded"], "tokenizer_config.json", {"AutoTokenizer": [None, "RemoteTokenizer"]})
     return made
 
 
 def _bring_code(folder: Path, file_name: str, classes: dict[str, Any]) -> None:
-    """Code beside a model or tokenizer, and where its file says so, the classes that are to be made from it."""
+    """Code beside a model or tokenizer, and where its file says so, the classes that are to be made from
+    it."""
 
     def placed(name: Any) -> Any:
         return [placed(part) for part in name] if isinstance(name, list) else name and f"remote_code.{name}"
@@ -61,7 +65,11 @@ def _bring_code(folder: Path, file_name: str, classes: dict[str, Any]) -> None:
 
 def tokenizer_of_words(path: Path, words: list[str]) -> Path:
     """Whole words, one token each; every text that is decoded holds a ``w``."""
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate([*SPECIAL, *words])}, unk_token="<pad>"))
+    backend = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate([*SPECIAL, *words])}, unk_token="<pad>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)
     return path

@@ -39,8 +39,13 @@ def built(config: Mapping[str, Any]) -> dict[str, Any]:
     seen = {
         "worker": type(worker).__name__,
         "config_class": type(worker.hf_config).__name__,
-        "parameters": {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in backend.parameters()},
-        "layout": {name: getattr(backend.groups, f"{name}_size") for name in ("pipeline", "data", "context", "tensor")},
+        "parameters": {
+            name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in backend.parameters()
+        },
+        "layout": {
+            name: getattr(backend.groups, f"{name}_size")
+            for name in ("pipeline", "data", "context", "tensor")
+        },
         "notices": list(watch.notices),
         "weights": _weights(worker),
         **(_of_megatron(backend) if hasattr(backend, "chunks") else {}),
@@ -65,7 +70,9 @@ def _train(config: Mapping[str, Any], *, collectives: bool) -> dict[str, Any]:
     with watching(collectives) as watch:
         watch.passes_of(worker.backend)
         for step in range(STEPS):
-            result = worker.train(data=_share(worker, make_batch(8, 13, seed=step), "train"), loss_fn=NLLLoss())
+            result = worker.train(
+                data=_share(worker, make_batch(8, 13, seed=step), "train"), loss_fn=NLLLoss()
+            )
             losses.append(result["global_loss"].tolist())
             norms.append(float(result["grad_norm"]))
             metrics.append(result["all_mb_metrics"])
@@ -80,7 +87,11 @@ def _train(config: Mapping[str, Any], *, collectives: bool) -> dict[str, Any]:
         }
     weights = _weights(worker)
     worker.backend.close()
-    return {**seen, "weights": weights, "routers": {name: value for name, value in weights.items() if "gate.weight" in name}}
+    return {
+        **seen,
+        "weights": weights,
+        "routers": {name: value for name, value in weights.items() if "gate.weight" in name},
+    }
 
 
 def scored(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +110,9 @@ def generated(config: Mapping[str, Any]) -> dict[str, Any]:
     worker = _worker(config, optimizer=False)
     lengths = torch.tensor([2, 5, 3, 4])
     prompts = make_batch(4, 5, seed=9)["input_ids"].clamp(min=3) * (torch.arange(5)[None] < lengths[:, None])
-    data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": prompts, "input_lengths": lengths, "sampling_seeds": torch.arange(4)})
+    data: BatchedDataDict[Any] = BatchedDataDict(
+        {"input_ids": prompts, "input_lengths": lengths, "sampling_seeds": torch.arange(4)}
+    )
     with watching() as watch:
         output = worker.generate(data=data)
         seen = {
@@ -110,7 +123,9 @@ def generated(config: Mapping[str, Any]) -> dict[str, Any]:
             "rows_at_once": [shape[0] for shape in watch.tokens],
         }
     plan = SetPlan("set", (0,), 1, *(worker.cfg["generation"][key] for key in (TEMPERATURE, TOP_P, TOP_K)))
-    seen["validated"] = worker.generate(data=data, greedy=plan.sampling is None, sampling=plan.sampling)["output_ids"]
+    seen["validated"] = worker.generate(data=data, greedy=plan.sampling is None, sampling=plan.sampling)[
+        "output_ids"
+    ]
     worker.backend.close()
     return seen
 
@@ -121,7 +136,8 @@ OBSERVATIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def observe(wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any] | str]:
-    """What the functions above, by name, see of workers of these configurations, one after the other; where one fails, its traceback.
+    """What the functions above, by name, see of workers of these configurations, one after the other; where
+    one fails, its traceback.
 
     Several in one job of the pool, because a job's beginning and end cost as much as a small worker's life.
     """
@@ -138,13 +154,17 @@ def _worker(config: Mapping[str, Any], *, optimizer: bool) -> Any:
     module, _, kind = WORKERS[enabled_backend(config)].rpartition(".")
     tokenizer = get_tokenizer(config["tokenizer"], config["trust_remote_code"])
     config = {**config, "generation": configure_generation_config(config["generation"], tokenizer)}
-    return getattr(importlib.import_module(module), kind)(config, tokenizer, init_optimizer=optimizer, init_reference_model=False)
+    return getattr(importlib.import_module(module), kind)(
+        config, tokenizer, init_optimizer=optimizer, init_reference_model=False
+    )
 
 
 def _share(worker: Any, batch: Mapping[str, Tensor], phase: Phase) -> BatchedDataDict[Any]:
     """This rank's rows, as the driver deals them."""
     groups, size = worker.backend.groups, worker.cfg["train_global_batch_size"] if phase == "train" else None
-    return shard_batch(BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, global_batch=size).shards[groups.data_rank]
+    return shard_batch(
+        BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, global_batch=size
+    ).shards[groups.data_rank]
 
 
 def _weights(worker: Any) -> dict[str, Tensor]:

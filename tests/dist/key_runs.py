@@ -83,7 +83,9 @@ class Keys:
         }
         policy = copy.deepcopy({**base, **OWN[backend]})
         for change in changes:
-            changed(policy, {path: self._with_model(value) for path, value in copy.deepcopy(dict(change)).items()})
+            changed(
+                policy, {path: self._with_model(value) for path, value in copy.deepcopy(dict(change)).items()}
+            )
         return policy
 
     def _with_model(self, value: Any) -> Any:
@@ -113,13 +115,18 @@ class Keys:
         self._waiting.pop(job.name, None)
         others = [other for other in self._waiting.values() if other.world == job.world][: TOGETHER - 1]
         jobs = [job, *others]
-        ranks = self.pool.run(job.world, key_observations.observe, [(one.observation, one.config) for one in jobs])
+        ranks = self.pool.run(
+            job.world, key_observations.observe, [(one.observation, one.config) for one in jobs]
+        )
         for place, one in enumerate(jobs):
             self._waiting.pop(one.name, None)
             self._seen[one.name] = [seen[place] for seen in ranks]
 
     def violations(self, policy: dict[str, Any]) -> dict[str, Violation]:
         """What is wrong with a policy on one CPU, by key."""
-        config = {"policy": complete_policy(policy), "cluster": {"gpus_per_node": 1, "num_nodes": 1, "device": "cpu"}}
+        config = {
+            "policy": complete_policy(policy),
+            "cluster": {"gpus_per_node": 1, "num_nodes": 1, "device": "cpu"},
+        }
         found = [*check_policy(policy), *check(config, read_model_facts(policy["model_name"]))]
         return {violation.key: violation for violation in found}

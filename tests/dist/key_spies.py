@@ -1,4 +1,5 @@
-"""Watches what a worker does: its collectives, modules, micro-batches, cleared caches, notices. Changes nothing of it."""
+"""Watches what a worker does: its collectives, modules, micro-batches, cleared caches, notices. Changes
+nothing of it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ WAITS = ("wait_tensor",)
 
 
 class Watch(TorchDispatchMode):
-    """Counts collectives by what the worker is doing when they start: ``pass`` (forward and backward) or ``step``, otherwise ``other``.
+    """Counts collectives by what the worker is doing when they start: ``pass`` (forward and backward) or
+    ``step``, otherwise ``other``.
 
     Attributes:
         collectives: (phase, operation) -> how often.
         modules: class of a module -> how often it ran forward.
         tokens: shapes of what went into an embedding, in order.
-        micro_batches: of each pass, (rows, length, packed) of what was given to the backend, and whether backward followed.
+        micro_batches: of each pass, (rows, length, packed) of what was given to the backend, and whether
+            backward followed.
         emptied: phases in which the device's cache was emptied, in order.
         notices: what was logged at INFO and above by megarl's backends.
     """
@@ -50,7 +53,12 @@ class Watch(TorchDispatchMode):
         """A hook in front of every module."""
         kind = type(module).__name__
         self.modules[kind] += 1
-        if kind.endswith("Embedding") and arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].dtype == torch.int64:
+        if (
+            kind.endswith("Embedding")
+            and arguments
+            and isinstance(arguments[0], torch.Tensor)
+            and arguments[0].dtype == torch.int64
+        ):
             self.tokens.append(tuple(arguments[0].shape))
 
     def passes_of(self, backend: Any) -> None:
@@ -58,7 +66,10 @@ class Watch(TorchDispatchMode):
         forward_backward, apply_gradients = backend.forward_backward, backend.apply_gradients
 
         def watched_pass(inputs: Any, head: Any, *, backward: bool) -> Any:
-            given = [(tuple(item.tokens.shape), item.micro_batch.length, item.micro_batch.packed) for item in inputs]
+            given = [
+                (tuple(item.tokens.shape), item.micro_batch.length, item.micro_batch.packed)
+                for item in inputs
+            ]
             self.micro_batches.append((given, backward))
             with self._in_phase("pass"):
                 return forward_backward(inputs, head, backward=backward)
@@ -89,9 +100,14 @@ class _Notices(logging.Handler):
 
 @contextlib.contextmanager
 def watching(collectives: bool = False) -> Iterator[Watch]:
-    """Everything inside is watched, collectives only where asked for (looking at every operation takes its time)."""
+    """Everything inside is watched, collectives only where asked for (looking at every operation takes its
+    time)."""
     watch = Watch()
-    room, handler, empty_cache = logging.getLogger("megarl.models"), _Notices(watch.notices), DeviceRuntime.empty_cache
+    room, handler, empty_cache = (
+        logging.getLogger("megarl.models"),
+        _Notices(watch.notices),
+        DeviceRuntime.empty_cache,
+    )
     level = room.level
 
     def emptied(runtime: DeviceRuntime) -> None:

@@ -1,4 +1,5 @@
-"""Layouts of the three backends over a few ranks, and the rows of the tests that ask the same of each of them."""
+"""Layouts of the three backends over a few ranks, and the rows of the tests that ask the same of each of
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.tiers import slow
 def layout(name: str, *, torch: bool = False, padded: bool = False) -> tuple[int, dict[str, Any]]:
     """Ranks, and changes of a policy's configuration, that a layout's name says: ``tp2-sp-ep2-dp2``.
 
-    Sizes are those of ``policy_config``, and ``dp``; ``sp``, ``overlap`` and ``ring`` are switches. Of three layers the first of two stages
-    has one, or where the layout is ``uneven``, two.
+    Sizes are those of ``policy_config``, and ``dp``; ``sp``, ``overlap`` and ``ring`` are switches. Of three
+    layers the first of two stages has one, or where the layout is ``uneven``, two.
 
     Args:
         name: parts joined by hyphens.
@@ -48,7 +49,11 @@ LAYOUTS: Mapping[str, Mapping[str, tuple[int, dict[str, Any]]]] = {
     "dtensor": {name: layout(name, torch=True) for name in DTENSOR.split()},
     "fsdp1": {name: layout(name) for name in ("dp1", "dp2", "dp3")},
 }
-CONFIG: Mapping[str, Callable[..., dict[str, Any]]] = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
+CONFIG: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "megatron": policy_config,
+    "dtensor": dtensor_config,
+    "fsdp1": fsdp1_config,
+}
 
 
 def over(marked: bool = True, **layouts: str) -> pytest.MarkDecorator:
@@ -59,7 +64,11 @@ def over(marked: bool = True, **layouts: str) -> pytest.MarkDecorator:
         layouts: names of the layouts of each backend.
     """
     rows = [
-        pytest.param(backend, name, marks=[slow] if marked and backend == "dtensor" and LAYOUTS[backend][name][0] > 3 else [])
+        pytest.param(
+            backend,
+            name,
+            marks=[slow] if marked and backend == "dtensor" and LAYOUTS[backend][name][0] > 3 else [],
+        )
         for backend, names in layouts.items()
         for name in names.split()
     ]

@@ -28,7 +28,8 @@ from tests.dist.save_jobs import OLD_WAY
 
 
 def save_and_count(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> dict[str, int]:
-    """Save the optimizer's state after a step, once gathered in full (``whole``) and once in pieces (``pieces``).
+    """Save the optimizer's state after a step, once gathered in full (``whole``) and once in pieces
+    (``pieces``).
 
     Args:
         config: of the policy.
@@ -54,7 +55,8 @@ def save_and_count(config: Mapping[str, Any], batch: Mapping[str, Any], director
 
 
 def empty_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
-    """Stands for ``StateStream.outlines`` in a load: every state of every buffer in full on every rank, to be read into."""
+    """Stands for ``StateStream.outlines`` in a load: every state of every buffer in full on every rank, to be
+    read into."""
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, ranges in enumerate(optimizer.gbuf_ranges):
         size = optimizer.buffers[index].grad_data.numel()
@@ -63,8 +65,8 @@ def empty_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
 
 
 def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int) -> dict[str, int]:
-    """Load the optimizer's state that ``save_and_count`` saved in pieces, once into all of it (``whole``) and once in slices
-    (``slices``), and save it as ``again``.
+    """Load the optimizer's state that ``save_and_count`` saved in pieces, once into all of it (``whole``) and
+    once in slices (``slices``), and save it as ``again``.
 
     Returns:
         The most bytes that either allocates on this rank beyond the state itself, by name.
@@ -88,12 +90,12 @@ def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int)
 
 
 def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Save the weights, spoil them, and load them again: by copies (``copied``), where they belong (``placed``), and so that a tensor's
-    memory is given back before the next one is read (``one by one``).
+    """Save the weights, spoil them, and load them again: by copies (``copied``), where they belong
+    (``placed``), and so that a tensor's memory is given back before the next one is read (``one by one``).
 
     Returns:
-        The most bytes that each allocates on this rank, by name; the bytes of the tensors read, in their order (``read``); whether the
-        weights were whole again each time (``whole again``).
+        The most bytes that each allocates on this rank, by name; the bytes of the tensors read, in their
+        order (``read``); whether the weights were whole again each time (``whole again``).
     """
     worker = jobs.build(config, init_reference_model=False)
     backend = worker.backend
@@ -128,7 +130,9 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
         with patched(*replacements), Allocations() as counted:
             checkpoint.load_weights(backend.chunks, directory)
         found[name] = counted.peak
-        found["whole again"] &= all(torch.equal(tensor, kept) for (_, tensor), kept in zip(backend.parameters(), before, strict=True))
+        found["whole again"] &= all(
+            torch.equal(tensor, kept) for (_, tensor), kept in zip(backend.parameters(), before, strict=True)
+        )
     backend.close()
     return {**found, "read": read}
 
@@ -146,7 +150,8 @@ def kept_for_backward(config: Mapping[str, Any], batch: Mapping[str, Any]) -> fl
 
 
 def peaks_of_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[int]:
-    """Most bytes that one step, and six steps, make and have at a time, after a first step, which makes the optimizer's state."""
+    """Most bytes that one step, and six steps, make and have at a time, after a first step, which makes the
+    optimizer's state."""
     worker = jobs.build(config, init_reference_model=False)
     share = jobs.my_share(worker, batch)
     peaks = []
@@ -161,7 +166,11 @@ def peaks_of_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[
 
 # what a step moves
 
-MOVERS = {"megatron": move_optimizer_of_megatron, "dtensor": move_optimizer_of_torch, "fsdp1": move_optimizer_of_torch}
+MOVERS = {
+    "megatron": move_optimizer_of_megatron,
+    "dtensor": move_optimizer_of_torch,
+    "fsdp1": move_optimizer_of_torch,
+}
 
 
 def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
@@ -203,7 +212,8 @@ def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
 
 
 def move_and_train(config: Mapping[str, Any]) -> list[str]:
-    """What differs after steps with the optimizer's state in host copies between them, and copies that were made anew."""
+    """What differs after steps with the optimizer's state in host copies between them, and copies that were
+    made anew."""
     outcomes, mistakes, places = [], [], []
     for moving in (False, True):
         worker = jobs.build(config, init_reference_model=False)
@@ -222,7 +232,11 @@ def move_and_train(config: Mapping[str, Any]) -> list[str]:
     if any(place != places[0] for place in places) or not places[0]:
         mistakes.append("host copies were made anew")
     (losses, weights), (others, moved) = outcomes
-    return mistakes + ["losses"] * (losses != others) + [name for name in weights if not torch.equal(weights[name], moved[name])]
+    return (
+        mistakes
+        + ["losses"] * (losses != others)
+        + [name for name in weights if not torch.equal(weights[name], moved[name])]
+    )
 
 
 def _places(each: Callable[[Callable[[Tensor], Tensor]], None]) -> list[int]:
@@ -237,8 +251,8 @@ def _places(each: Callable[[Callable[[Tensor], Tensor]], None]) -> list[int]:
 
 
 def swap_and_count(config: Mapping[str, Any], has_room: bool) -> dict[str, Any]:
-    """Bytes that two looks at the reference policy copy to the host, over those of the weights, and whether the second used the first one's
-    memory. The device has room for the present weights, or none."""
+    """Bytes that two looks at the reference policy copy to the host, over those of the weights, and whether
+    the second used the first one's memory. The device has room for the present weights, or none."""
     with patched((DeviceRuntime, "has_room", lambda runtime, size, left: has_room)):
         return _swap_and_count(config)
 
@@ -259,15 +273,19 @@ def _swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
     weights = sum(tensor.nbytes for tensor in before)
     worker.backend.close()
     same = all(map(torch.equal, before, after))
-    return {"copied": [count / weights for count in copied], "same memory": places[0] == places[1], "same weights": same}
+    return {
+        "copied": [count / weights for count in copied],
+        "same memory": places[0] == places[1],
+        "same weights": same,
+    }
 
 
 # what the plan says of a step
 
 
 def terms_of_step(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes on this rank: weights, gradients and optimizer state of a step, and what autograd holds in it at most, with the logits of all
-    tokens (``held``) and with those of one at a time (``without logits``)."""
+    """Bytes on this rank: weights, gradients and optimizer state of a step, and what autograd holds in it at
+    most, with the logits of all tokens (``held``) and with those of one at a time (``without logits``)."""
     found = {}
     for name, chunk in (("held", None), ("without logits", 1)):
         worker = jobs.build({**config, "logprob_chunk_size": chunk}, init_reference_model=False)
@@ -283,16 +301,29 @@ def terms_of_step(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[s
 def _state_bytes(backend: Any, name: str) -> dict[str, int]:
     """Weights, gradients and optimizer state, each memory once."""
     if name == "megatron":
-        buffers = [buffer for chunk in backend.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        weights, gradients = [buffer.param_data for buffer in buffers], [buffer.grad_data for buffer in buffers]
-        inner = [each.optimizer for each in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer])]
+        buffers = [
+            buffer for chunk in backend.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+        weights, gradients = (
+            [buffer.param_data for buffer in buffers],
+            [buffer.grad_data for buffer in buffers],
+        )
+        inner = [
+            each.optimizer for each in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer])
+        ]
     else:
         weights = [_local(parameter) for _, parameter in backend.parameters()]
         gradients, inner = [], [backend.optimizer]
     stepped = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
     if name != "megatron":
         gradients = [_local(parameter.grad) for parameter in stepped if parameter.grad is not None]
-    states = [value for each in inner for state in each.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [
+        value
+        for each in inner
+        for state in each.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     state = [*stepped, *(parameter.grad for parameter in stepped if parameter.grad is not None), *states]
     known: set[int] = set()
     return {

@@ -21,10 +21,13 @@ BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
 
 
 def load(model: Path | str) -> torch.nn.Module:
-    """In float32; the eager experts, because the grouped product of transformers wants rows of 16 bytes, which tiny models lack."""
+    """In float32; the eager experts, because the grouped product of transformers wants rows of 16 bytes,
+    which tiny models lack."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
 
 
 def weights_of(model: torch.nn.Module, directory: Path) -> dict[str, Tensor]:
@@ -45,7 +48,9 @@ class Balanced:
         figures: ``moe_aux_loss``, ``moe_z_loss`` and the load of experts, as the engine reports them.
     """
 
-    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: Callable[..., Any], config: Mapping[str, Any]
+    ) -> None:
         megatron = config["megatron_cfg"]
         self.loss_fn = loss_fn
         self.kind = megatron["moe_router_load_balancing_type"]
@@ -60,25 +65,39 @@ class Balanced:
         self.plain = 0.0
         self.figures: dict[str, float] = {}
         for gate in gates(model):
-            gate.register_forward_hook(lambda module, inputs, outputs: self.logits.append(self.marked(outputs[0], outputs[2])))
+            gate.register_forward_hook(
+                lambda module, inputs, outputs: self.logits.append(self.marked(outputs[0], outputs[2]))
+            )
             if megatron["freeze_moe_router"]:
                 gate.weight.requires_grad_(False)
 
-    def __call__(self, data: Mapping[str, Any], *normalizers: Any, next_token_logprobs: Tensor) -> tuple[Tensor, Any]:
+    def __call__(
+        self, data: Mapping[str, Any], *normalizers: Any, next_token_logprobs: Tensor
+    ) -> tuple[Tensor, Any]:
         loss, metrics = self.loss_fn(data, *normalizers, next_token_logprobs=next_token_logprobs)
         self.plain = float(loss.detach())
         rows, width = data["input_ids"].shape
         layers = [logits.view(rows, width, -1) for logits in self.logits]
         self.logits = []
         sequences = [
-            [layer[row, : int(data["input_lengths"][row])] for row in range(rows) if data["sample_mask"][row] != 0] for layer in layers
+            [
+                layer[row, : int(data["input_lengths"][row])]
+                for row in range(rows)
+                if data["sample_mask"][row] != 0
+            ]
+            for layer in layers
         ]
         whole = [torch.cat(layer) for layer in sequences]
         if self.kind == "seq_aux_loss":
-            balance = [torch.stack([self.switch(sequence) for sequence in layer]).mean() for layer in sequences]
+            balance = [
+                torch.stack([self.switch(sequence) for sequence in layer]).mean() for layer in sequences
+            ]
         else:
             balance = [self.switch(tokens) for tokens in whole]
-        z = [torch.stack([token[: self.experts].exp().sum().log() ** 2 for token in tokens]).mean() for tokens in whole]
+        z = [
+            torch.stack([token[: self.experts].exp().sum().log() ** 2 for token in tokens]).mean()
+            for tokens in whole
+        ]
         loads = torch.stack([self.load(tokens) for tokens in whole])
         loads = loads / loads.mean(1, keepdim=True)
         self.figures = {
@@ -92,11 +111,14 @@ class Balanced:
         return loss + self.z * torch.stack(z).sum(), metrics
 
     def marked(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """[t, 2 E]: the logits of some tokens, and behind them 1 for the experts that they go to. For softmax these are the highest logits;
-        for sigmoids, with groups and corrections, those that transformers chose."""
+        """[t, 2 E]: the logits of some tokens, and behind them 1 for the experts that they go to. For softmax
+        these are the highest logits; for sigmoids, with groups and corrections, those that transformers
+        chose."""
         marks = torch.zeros_like(logits)
         for token, experts in enumerate(chosen):
-            marks[token, experts if self.sigmoid or self.grouped else logits[token].topk(self.chosen).indices] = 1
+            marks[
+                token, experts if self.sigmoid or self.grouped else logits[token].topk(self.chosen).indices
+            ] = 1
         return torch.cat([logits, marks], 1)
 
     def load(self, tokens: Tensor) -> Tensor:
@@ -127,7 +149,8 @@ class Balanced:
 def train(
     model: Path, config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Callable[..., Any]
 ) -> tuple[list[float], list[float], dict[str, Tensor], list[dict[str, float]]]:
-    """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance figures.
+    """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance
+    figures.
 
     ``config`` is given without its layout, so that all layouts share one answer.
     """
@@ -154,7 +177,9 @@ def greedy(model: Path, batch: Mapping[str, Any], new_tokens: int) -> list[list[
     return reference.greedy(load(model), batch, new_tokens, [])
 
 
-def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> list[dict[str, Any]]:
+def check_training(
+    pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any
+) -> list[dict[str, Any]]:
     """Losses, gradient norms, weights and balance figures of three Adam steps."""
     alike = without_layout(config)
     losses, norms, weights, figures = train(model, alike, BATCHES, loss_fn)
@@ -165,5 +190,7 @@ def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, 
             reported = {name: measured[name] for name in measured if name.startswith("moe_")}
             assert {"moe_aux_loss", "moe_expert_load_max", "moe_expert_load_min"} <= reported.keys()
             for name, values in reported.items():
-                torch.testing.assert_close(values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                )
     return results

@@ -18,7 +18,9 @@ def save(config: Mapping[str, Any], batch: Mapping[str, Any], directory: str) ->
     """A checkpoint after one step."""
     worker = build(config)
     groups = worker.backend.groups
-    worker.train(data=BatchedDataDict(batch).shard_by_batch_size(groups.data_size)[groups.data_rank], loss_fn=NLLLoss())
+    worker.train(
+        data=BatchedDataDict(batch).shard_by_batch_size(groups.data_size)[groups.data_rank], loss_fn=NLLLoss()
+    )
     worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
     worker.backend.close()
 
@@ -36,7 +38,8 @@ def note_pickles(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def pickles_of_a_resume(config: Mapping[str, Any], batch: Mapping[str, Any], directory: str) -> list[str]:
-    """What is unpickled, and by whom, where that is nobody who may, while a worker trains, saves and loads."""
+    """What is unpickled, and by whom, where that is nobody who may, while a worker trains, saves and
+    loads."""
     if not _watches:
         sys.addaudithook(note_pickles)
     _pickles.clear()

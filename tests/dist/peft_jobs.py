@@ -18,7 +18,9 @@ from tests.models import policy_config
 def saved_by_peft(model: Path, directory: Path, targets: Sequence[str], **options: Any) -> Path:
     """An adapter with factors that are all random, so that each has a gradient from the first step on."""
     torch.manual_seed(4)
-    changed = get_peft_model(mixtures.load(model), LoraConfig(r=3, lora_alpha=5, target_modules=list(targets), **options))
+    changed = get_peft_model(
+        mixtures.load(model), LoraConfig(r=3, lora_alpha=5, target_modules=list(targets), **options)
+    )
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
             if "lora_" in name:
@@ -37,9 +39,15 @@ def trained_by_peft(
 ) -> dict[str, Any]:
     """Losses, norms, factors by PEFT's names and merged weights after a step of float64 for each batch."""
     base = mixtures.load(model).double()
-    tied, sparse = base.config.tie_word_embeddings, any(hasattr(base.config, name) for name in ("num_experts", "n_routed_experts"))
+    tied, sparse = (
+        base.config.tie_word_embeddings,
+        any(hasattr(base.config, name) for name in ("num_experts", "n_routed_experts")),
+    )
     trainer = ReferenceTrainer(PeftModel.from_pretrained(base, adapter, is_trainable=True).double(), config)
-    exact = [{name: column.double() if column.is_floating_point() else column for name, column in batch.items()} for batch in batches]
+    exact = [
+        {name: column.double() if column.is_floating_point() else column for name, column in batch.items()}
+        for batch in batches
+    ]
     measured = [trainer.step(batch, loss_fn) for batch in exact]
     factors = {
         name.replace(".default.", "."): parameter.detach().clone()
@@ -47,13 +55,22 @@ def trained_by_peft(
         if "lora_" in name
     }
     whole = trainer.model.merge_and_unload()  # type: ignore[operator]
-    weights = mixtures.weights_of(whole.float(), Path(adapter) / "merged") if sparse else dict(whole.state_dict())
+    weights = (
+        mixtures.weights_of(whole.float(), Path(adapter) / "merged") if sparse else dict(whole.state_dict())
+    )
     if tied:
         weights.pop("lm_head.weight", None)
-    return {"losses": [m[0] for m in measured], "norms": [m[1] for m in measured], "factors": factors, "weights": weights}
+    return {
+        "losses": [m[0] for m in measured],
+        "norms": [m[1] for m in measured],
+        "factors": factors,
+        "weights": weights,
+    }
 
 
-def expected_of(model: Path, adapter: Path, batches: Sequence[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
+def expected_of(
+    model: Path, adapter: Path, batches: Sequence[Mapping[str, Any]], loss_fn: Any
+) -> dict[str, Any]:
     """The same of the optimizer that the tests' configurations have, computed once for all layouts."""
     config = without_layout(policy_config(model, gbs=12, clip=0.5))
     found: dict[str, Any] = trained_by_peft(model, adapter, config, batches, loss_fn)
@@ -74,11 +91,16 @@ def whole_factors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def base_of(worker: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for _, parameter in worker.backend.parameters() if not parameter.requires_grad]
+    return [
+        parameter.detach().clone()
+        for _, parameter in worker.backend.parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def train(config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
-    """What ``jobs.train`` says, with the factors, log-probabilities with and without adapters, and whether the base is what it was."""
+    """What ``jobs.train`` says, with the factors, log-probabilities with and without adapters, and whether
+    the base is what it was."""
     worker = jobs.build(config)
     base = base_of(worker)
     plain = jobs.logprobs_of(worker, batches[0], "get_reference_policy_logprobs")
@@ -104,7 +126,9 @@ def train(config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], loss_
     }
 
 
-def logprobs_of_new_adapters(config: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs_of_new_adapters(
+    config: Mapping[str, Any], batch: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of adapters that begin, and those of the reference policy."""
     worker = jobs.build(config, init_optimizer=False)
     both = jobs.logprobs_of(worker, batch), jobs.logprobs_of(worker, batch, "get_reference_policy_logprobs")
@@ -115,7 +139,8 @@ def logprobs_of_new_adapters(config: Mapping[str, Any], batch: Mapping[str, Any]
 def save_on_the_way(
     config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], loss_fn: Any, directory: Path
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses behind the first of two batches, after which a checkpoint is written, and the factors in the end."""
+    """Losses behind the first of two batches, after which a checkpoint is written, and the factors in the
+    end."""
     worker = jobs.build(config, init_reference_model=False)
     losses = []
     for step, batch in enumerate(batches):
@@ -133,13 +158,18 @@ def resume(
     """The same from that checkpoint."""
     options = {"weights_path": str(directory / "weights"), "optimizer_path": str(directory / "optimizer")}
     worker = jobs.build(config, init_reference_model=False, **options)
-    losses = [float(worker.train(data=jobs.my_share(worker, batch), loss_fn=loss_fn)["global_loss"]) for batch in batches[1:]]
+    losses = [
+        float(worker.train(data=jobs.my_share(worker, batch), loss_fn=loss_fn)["global_loss"])
+        for batch in batches[1:]
+    ]
     factors = factors_of(worker)
     worker.backend.close()
     return losses, factors
 
 
-def train_and_export(config: Mapping[str, Any], batch: Mapping[str, Any], loss_fn: Any, directory: Path) -> torch.Tensor:
+def train_and_export(
+    config: Mapping[str, Any], batch: Mapping[str, Any], loss_fn: Any, directory: Path
+) -> torch.Tensor:
     """Log-probabilities after a step, and an export, beside a checkpoint of the weights."""
     worker = jobs.build(config, init_reference_model=False)
     worker.train(data=jobs.my_share(worker, batch), loss_fn=loss_fn)

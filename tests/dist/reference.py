@@ -1,4 +1,5 @@
-"""The independent reference: plain transformers in one process, plain torch Adam, no line of megarl's engine."""
+"""The independent reference: plain transformers in one process, plain torch Adam, no line of megarl's
+engine."""
 
 from __future__ import annotations
 
@@ -40,22 +41,33 @@ def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> Te
 
 def greedy(model: Any, batch: Mapping[str, Any], new_tokens: int, stop: list[int]) -> list[list[int]]:
     """Prompt and greedy answer of each row, one row at a time."""
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": stop or None, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": new_tokens,
+        "do_sample": False,
+        "eos_token_id": stop or None,
+        "pad_token_id": 0,
+    }
     rows = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
     return [model.generate(ids[None, :length], **options)[0].tolist() for ids, length in rows]
 
 
 class ReferenceTrainer:
-    """Gradient of the whole batch at once, clipped by its norm, AdamW without decay on vectors and biases; ``policy_config``'s warm-up."""
+    """Gradient of the whole batch at once, clipped by its norm, AdamW without decay on vectors and biases;
+    ``policy_config``'s warm-up."""
 
     def __init__(self, model: torch.nn.Module, policy: Mapping[str, Any]) -> None:
         self.model = model.train()
         self.policy = policy
         chosen = policy["megatron_cfg"]["optimizer"]
-        vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or name.endswith("_bias")]  # of all experts in one matrix
+        vectors = [
+            p for name, p in model.named_parameters() if p.ndim == 1 or name.endswith("_bias")
+        ]  # of all experts in one matrix
         matrices = [p for p in model.parameters() if not any(p is vector for vector in vectors)]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": chosen["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+            [
+                {"params": matrices, "weight_decay": chosen["weight_decay"]},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
             lr=chosen["lr"],
             betas=(chosen["adam_beta1"], chosen["adam_beta2"]),
             eps=chosen["adam_eps"],
@@ -71,7 +83,9 @@ class ReferenceTrainer:
         scheduler, chosen = self.policy["megatron_cfg"]["scheduler"], self.policy["megatron_cfg"]["optimizer"]
         progress = min(1.0, self.calls / scheduler["lr_warmup_iters"])
         for group in self.optimizer.param_groups:
-            group["lr"] = scheduler["lr_warmup_init"] + (chosen["lr"] - scheduler["lr_warmup_init"]) * progress
+            group["lr"] = (
+                scheduler["lr_warmup_init"] + (chosen["lr"] - scheduler["lr_warmup_init"]) * progress
+            )
         sequences = data["sample_mask"].sum()
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         temperature = self.policy["generation"]["temperature"]
@@ -88,7 +102,9 @@ class ReferenceTrainer:
 def load_scoring(model: Path | str) -> torch.nn.Module:
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+    return AutoModelForSequenceClassification.from_pretrained(
+        model, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
 
 
 def token_values(model: Any, data: Mapping[str, Any]) -> Tensor:

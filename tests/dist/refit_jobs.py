@@ -1,4 +1,5 @@
-"""Refits that the pool's processes play: every rank is a rank of the policy, and an engine that reads what another process published."""
+"""Refits that the pool's processes play: every rank is a rank of the policy, and an engine that reads what
+another process published."""
 
 from __future__ import annotations
 
@@ -59,8 +60,9 @@ def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, Te
 
 
 class Beside:
-    """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the policy's rank 0 publishes, and of
-    slices, which ``slices`` says of the one of an engine's ``ranks`` that is here, what the first rank beside such a one does."""
+    """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the
+    policy's rank 0 publishes, and of slices, which ``slices`` says of the one of an engine's ``ranks`` that
+    is here, what the first rank beside such a one does."""
 
     def __init__(self, worker: Any, slices: Slices | None = None, ranks: int = 1) -> None:
         self.worker = worker
@@ -69,7 +71,9 @@ class Beside:
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, worker.mailbox())
         mailboxes = {device: handle for own in everybody for device, handle in own.items()}
-        assert len(mailboxes) == (ranks if slices else 1), "one rank a host publishes, of slices one for each of an engine's ranks"
+        assert len(mailboxes) == (ranks if slices else 1), (
+            "one rank a host publishes, of slices one for each of an engine's ranks"
+        )
         self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine", dist.get_rank() % ranks), SESSION)
         self.received: dict[str, Tensor] = {}
         dist.barrier()
@@ -78,8 +82,11 @@ class Beside:
         """What policy and engine say of a refit; nothing where it went well."""
         self.received.clear()
         with ThreadPoolExecutor(1) as pool:
-            # less than a job's own time: what a policy's rank fails of is heard when its engine waits no longer
-            receiving = pool.submit(self.receiver.receive, self.mailbox, ticket, _kept_in(self.received), COLLECTIVE_SECONDS)
+            # less than a job's own time: what a policy's rank fails of is heard when its engine waits no
+            # longer
+            receiving = pool.submit(
+                self.receiver.receive, self.mailbox, ticket, _kept_in(self.received), COLLECTIVE_SECONDS
+            )
             with counted_objects() as objects:
                 said = _refusal(self.worker.hand_over_weights, SESSION, ticket, budget)
             assert not objects, "names and shapes travel at the first look alone"
@@ -91,8 +98,8 @@ class Beside:
 
 
 def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
-    """A refit after 0, 1 and 2 training steps, the second one by handles: each with the weights as the engine and as the export have
-    them."""
+    """A refit after 0, 1 and 2 training steps, the second one by handles: each with the weights as the engine
+    and as the export have them."""
     worker = build(config)
     beside = Beside(worker)
     receiver = beside.receiver
@@ -104,7 +111,9 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
             assert beside.refit(100 + step, budget) == ["", ""]
             received = dict(beside.received)
         exported = dict(_copies(worker))
-        same = list(received) == list(exported) and all(torch.equal(received[name], exported[name]) for name in exported)
+        same = list(received) == list(exported) and all(
+            torch.equal(received[name], exported[name]) for name in exported
+        )
         seen.append({"same": same, "version": receiver.version, "weights": received})
         rows = config["train_global_batch_size"]
         worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
@@ -114,13 +123,15 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
 
 
 def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: int) -> dict[str, Any]:
-    """Refits before and after a training step of engines whose ranks read ``wanted``, and one of engines that take whole weights.
+    """Refits before and after a training step of engines whose ranks read ``wanted``, and one of engines that
+    take whole weights.
 
     Returns:
-        ``names`` that came as slices; of each refit its ``version``, whether each weight was the ``same`` as the export's or its slice, the
-        bytes that it ``gathered`` from others within its stage, sliced and whole, those among them that were ``experts_gathered``, and the
-        bytes of all ``experts``; ``vocabularies``, how many matrices of it this rank's stage has; whether engines that took whole weights
-        afterwards got the same, and the names of slices among these.
+        ``names`` that came as slices; of each refit its ``version``, whether each weight was the ``same`` as
+        the export's or its slice, the bytes that it ``gathered`` from others within its stage, sliced and
+        whole, those among them that were ``experts_gathered``, and the bytes of all ``experts``;
+        ``vocabularies``, how many matrices of it this rank's stage has; whether engines that took whole
+        weights afterwards got the same, and the names of slices among these.
     """
     worker = build(config)
     info = worker.prepare_refit_info()
@@ -137,7 +148,11 @@ def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: i
             torch.equal(tensor, slices[name].of(exported[name]) if name in slices else exported[name])
             for name, tensor in beside.received.items()
         )
-        counts = {"gathered": sum(gathered), "gathered_whole": sum(whole), "experts_gathered": sum(of_experts)}
+        counts = {
+            "gathered": sum(gathered),
+            "gathered_whole": sum(whole),
+            "experts_gathered": sum(of_experts),
+        }
         counts["experts"] = sum(tensor.nbytes for name, tensor in exported.items() if ".experts." in name)
         seen.append({"same": same, "version": beside.receiver.version, **counts})
         rows = config["train_global_batch_size"]
@@ -148,14 +163,23 @@ def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: i
     assert beside.refit(200, budget) == ["", ""]
     again = all(torch.equal(beside.received[name], tensor) for name, tensor in exported.items())
     beside.close()
-    vocabularies = groups.is_first_stage + (groups.is_last_stage and not worker.backend.hf_config.tie_word_embeddings)
+    vocabularies = groups.is_first_stage + (
+        groups.is_last_stage and not worker.backend.hf_config.tie_word_embeddings
+    )
     worker.backend.close()
-    return {"names": names, "refits": seen, "vocabularies": vocabularies, "whole_again": again, "whole_again_names": none}
+    return {
+        "names": names,
+        "refits": seen,
+        "vocabularies": vocabularies,
+        "whole_again": again,
+        "whole_again_names": none,
+    }
 
 
 @contextlib.contextmanager
 def gathered_bytes(worker: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Bytes that each gather or broadcast inside brings from other ranks of the stage, and those among them of experts."""
+    """Bytes that each gather or broadcast inside brings from other ranks of the stage, and those among them
+    of experts."""
     found: list[int] = []
     of_experts: list[int] = []
     pipeline, experts = worker.backend.groups.pipeline, getattr(worker.backend, "experts", None)
@@ -175,13 +199,16 @@ def gathered_bytes(worker: Any) -> Iterator[tuple[list[int], list[int]]]:
             note(tensor.nbytes if src != dist.get_rank() else 0, group)
         return broadcast(tensor, src=src, group=group, **options)
 
-    with mock.patch.object(dist, "all_gather_into_tensor", gathering), mock.patch.object(dist, "broadcast", broadcasting):
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", gathering),
+        mock.patch.object(dist, "broadcast", broadcasting),
+    ):
         yield found, of_experts
 
 
 def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
-    """What policy and engine say of refits that the last rank cannot begin, that it breaks off in, in which no rank hears of the others,
-    whose parameters are away, and of one after them."""
+    """What policy and engine say of refits that the last rank cannot begin, that it breaks off in, in which
+    no rank hears of the others, whose parameters are away, and of one after them."""
     worker = build(config)
     beside, last = Beside(worker), dist.get_rank() == dist.get_world_size() - 1
     said = []
@@ -202,15 +229,19 @@ def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
     worker.prepare_for_lp_inference()
     said.append(beside.refit(5, budget))
     exported = dict(_copies(worker))
-    assert all(torch.equal(exported[name], tensor) for name, tensor in beside.received.items()) and len(beside.received) == len(exported)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in beside.received.items()) and len(
+        beside.received
+    ) == len(exported)
     beside.close()
     worker.backend.close()
     return said
 
 
-def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, int, dict[str, Tensor]]]:
-    """For each size of a bucket, in bytes: how many buckets this rank went through, how many came by a broadcast from the one rank that has
-    their experts, and what came out."""
+def exports_in_buckets(
+    config: Mapping[str, Any], sizes: Sequence[int]
+) -> list[tuple[int, int, dict[str, Tensor]]]:
+    """For each size of a bucket, in bytes: how many buckets this rank went through, how many came by a
+    broadcast from the one rank that has their experts, and what came out."""
     worker = build(config)
     exported, set_out = [], weight_stream._set_out
     for nbytes in sizes:
@@ -234,10 +265,12 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
 
 
 def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """Refits with two engine ranks, threads of rank 0; how often a refit calls collectives of objects, and what goes over the pipeline.
+    """Refits with two engine ranks, threads of rank 0; how often a refit calls collectives of objects, and
+    what goes over the pipeline.
 
     Returns:
-        ``refits``, the names of the weights that this rank ``sends``, and how often it ``asked`` other stages to learn them.
+        ``refits``, the names of the weights that this rank ``sends``, and how often it ``asked`` other stages
+        to learn them.
     """
     worker = build(config)
     worker.prepare_info_for_collective()
@@ -248,16 +281,33 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
         sends = [name for _, part in getattr(worker._broadcaster, "parts", ()) for name in part.names]
         for step in range(3):
             received: list[dict[str, Tensor]] = [{} for _ in listeners]
-            receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
+            receiving = [
+                pool.submit(one.receive, _kept_in(kept))
+                for one, kept in zip(listeners, received, strict=True)
+            ]
             summed = mock.patch("megarl.weight_sync.broadcast.checksum", wraps=checksum)
-            with counted_objects() as objects, counted_over(worker.backend.groups.pipeline) as piped, summed as sums:
+            with (
+                counted_objects() as objects,
+                counted_over(worker.backend.groups.pipeline) as piped,
+                summed as sums,
+            ):
                 worker.broadcast_weights_for_collective()
             versions = [future.result() for future in receiving]
             exported = dict(_copies(worker))
             same = all(
-                list(kept) == list(exported) and all(torch.equal(kept[name], exported[name]) for name in exported) for kept in received
+                list(kept) == list(exported)
+                and all(torch.equal(kept[name], exported[name]) for name in exported)
+                for kept in received
             )
-            seen.append({"same": same, "versions": versions, "objects": len(objects), "piped": len(piped), "summed": sums.call_count})
+            seen.append(
+                {
+                    "same": same,
+                    "versions": versions,
+                    "objects": len(objects),
+                    "piped": len(piped),
+                    "summed": sums.call_count,
+                }
+            )
             rows = config["train_global_batch_size"]
             worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     worker.backend.close()
@@ -275,7 +325,8 @@ def _engines(worker: Any, port: int, count: int, pool: ThreadPoolExecutor) -> li
 
 
 def held_back(config: Mapping[str, Any], port: int) -> list[list[str]]:
-    """What policy and engine say of refits that the policy fails before it has any weight to send, and of one after them."""
+    """What policy and engine say of refits that the policy fails before it has any weight to send, and of one
+    after them."""
     worker = build(config)
     said = []
     with ThreadPoolExecutor(1) as pool:
@@ -283,7 +334,12 @@ def held_back(config: Mapping[str, Any], port: int) -> list[list[str]]:
 
         def refit() -> None:
             receiving = [pool.submit(listener.receive, lambda _: None) for listener in listeners]
-            said.append([_refusal(worker.broadcast_weights_for_collective), *(_refusal(future.result) for future in receiving)])
+            said.append(
+                [
+                    _refusal(worker.broadcast_weights_for_collective),
+                    *(_refusal(future.result) for future in receiving),
+                ]
+            )
 
         with mock.patch.object(worker.backend, "export_stage", side_effect=MemoryError("all of it is taken")):
             refit()
@@ -296,14 +352,19 @@ def held_back(config: Mapping[str, Any], port: int) -> list[list[str]]:
 
 
 def refused(config: Mapping[str, Any], taken: int, free: tuple[int, int]) -> list[str]:
-    """What groups end in, first at a port that is taken, then with an engine that has another world size, then as they should be."""
+    """What groups end in, first at a port that is taken, then with an engine that has another world size,
+    then as they should be."""
     worker = build(config)
     manifest = Manifest.from_description(worker.prepare_refit_info())
     options = {"digest": manifest.digest, "device": torch.device("cpu")}
     said = [_refusal(worker.init_collective, "127.0.0.1", taken, 2)]
     for port, world_size in zip(free, (3, 2), strict=True):
         with ThreadPoolExecutor(1) as pool:
-            engine = pool.submit(TransferGroup, "127.0.0.1", port, world_size, 1, **options) if dist.get_rank() == 0 else None
+            engine = (
+                pool.submit(TransferGroup, "127.0.0.1", port, world_size, 1, **options)
+                if dist.get_rank() == 0
+                else None
+            )
             said.append(_refusal(worker.init_collective, "127.0.0.1", port, 2))
             if engine is not None:
                 said.append(_refusal(engine.result))
@@ -321,11 +382,12 @@ def _refusal(action: Callable[..., Any], *arguments: Any) -> str:
 
 
 def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[str, Any]:
-    """As many refits as the second mark says, of an engine on the same device and of one apart, which is a thread of rank 0.
+    """As many refits as the second mark says, of an engine on the same device and of one apart, which is a
+    thread of rank 0.
 
     Returns:
-        ``mib`` resident, open ``files`` and names in /dev/shm at the marks, and how often, from the second refit on, a collective of
-        objects was called and a tensor pickled.
+        ``mib`` resident, open ``files`` and names in /dev/shm at the marks, and how often, from the second
+        refit on, a collective of objects was called and a tensor pickled.
     """
     worker = build(config)
     manifest = Manifest.from_description(worker.prepare_refit_info())
@@ -349,7 +411,11 @@ def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[s
             called.clear()
             worker.broadcast_weights_for_collective()
             objects += called
-            assert checked and receiver.version == 0 and [future.result() for future in receiving] == [0] * len(listeners)
+            assert (
+                checked
+                and receiver.version == 0
+                and [future.result() for future in receiving] == [0] * len(listeners)
+            )
             if refit == 1:
                 objects.clear()
                 pickled.clear()
@@ -357,13 +423,26 @@ def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[s
                 seen.append(_held())
     receiver.close()
     worker.backend.close()
-    return {"seen": seen, "objects": objects, "pickled": len(pickled), "mib": sum(info.nbytes for info in manifest.tensors) / 2**20}
+    return {
+        "seen": seen,
+        "objects": objects,
+        "pickled": len(pickled),
+        "mib": sum(info.nbytes for info in manifest.tensors) / 2**20,
+    }
 
 
 def _held() -> dict[str, Any]:
     gc.collect()
-    names = [path.name for path in Path("/dev/shm").iterdir() if f"_{os.getpid()}_" in path.name or "megarl" in path.name]
-    return {"mib": psutil.Process().memory_info().rss / 2**20, "files": len(os.listdir("/proc/self/fd")), "shared": names}
+    names = [
+        path.name
+        for path in Path("/dev/shm").iterdir()
+        if f"_{os.getpid()}_" in path.name or "megarl" in path.name
+    ]
+    return {
+        "mib": psutil.Process().memory_info().rss / 2**20,
+        "files": len(os.listdir("/proc/self/fd")),
+        "shared": names,
+    }
 
 
 @contextlib.contextmanager
@@ -394,11 +473,15 @@ def counted_objects() -> contextlib.AbstractContextManager[list[str]]:
 
 def counted_over(group: Any) -> contextlib.AbstractContextManager[list[str]]:
     """The broadcasts, sends and receives over ``group`` that are called inside."""
-    return _counted("broadcast", "send", "recv", "isend", "irecv", counts=lambda options: options.get("group") is group)
+    return _counted(
+        "broadcast", "send", "recv", "isend", "irecv", counts=lambda options: options.get("group") is group
+    )
 
 
 @contextlib.contextmanager
-def _counted(*names: str, counts: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> Iterator[list[str]]:
+def _counted(
+    *names: str, counts: Callable[[Mapping[str, Any]], bool] = lambda _: True
+) -> Iterator[list[str]]:
     """The functions of ``torch.distributed`` that are called inside with options that count."""
     called: list[str] = []
     kept = {name: getattr(dist, name) for name in names}

@@ -1,4 +1,5 @@
-"""What plain transformers say is computed once for all layouts: a reference is given nothing that tells of a layout."""
+"""What plain transformers say is computed once for all layouts: a reference is given nothing that tells of a
+layout."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ READ = (
 
 
 def without_layout(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a policy configuration that has the same meaning in every layout; nothing else reaches a reference."""
+    """The part of a policy configuration that has the same meaning in every layout; nothing else reaches a
+    reference."""
     return {
         "generation": {"temperature": policy["generation"]["temperature"]},
         "megatron_cfg": {key: policy["megatron_cfg"][key] for key in READ},
@@ -31,7 +33,8 @@ def without_layout(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """``function``, run once a process for equal arguments, whose answer is afterwards the same object. Nobody may change it."""
+    """``function``, run once a process for equal arguments, whose answer is afterwards the same object.
+    Nobody may change it."""
     answers: dict[Hashable, Answer] = {}
 
     @functools.wraps(function)
@@ -61,5 +64,6 @@ def _written_out(value: Any) -> Hashable:
     if type(value).__module__.startswith("megarl.algorithms."):
         return type(value), _written_out(vars(value))
     raise TypeError(
-        f"a {type(value).__name__} among the arguments of a remembered reference: say in _written_out what makes two of them equal"
+        f"a {type(value).__name__} among the arguments of a remembered reference: say in _written_out what "
+        "makes two of them equal"
     )

@@ -1,4 +1,5 @@
-"""What the pool's processes run to see who writes a checkpoint, and how the tests read what each has written."""
+"""What the pool's processes run to see who writes a checkpoint, and how the tests read what each has
+written."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ PARTS = ("weights", "optimizer")
 
 
 def whole_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
-    """Stands for ``StateStream.outlines``: every state of every buffer in full on every rank, by another way."""
+    """Stands for ``StateStream.outlines``: every state of every buffer in full on every rank, by another
+    way."""
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, ranges in enumerate(optimizer.gbuf_ranges):
         ((dtype, buckets),) = ranges.items()
-        gathered = {name: torch.zeros(optimizer.buffers[index].grad_data.numel()) for name in state_stream.STATES}
+        gathered = {
+            name: torch.zeros(optimizer.buffers[index].grad_data.numel()) for name in state_stream.STATES
+        }
         for bucket in buckets:
             for parameter, found in bucket["param_map"].items():
                 kept = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -55,7 +59,8 @@ OLD_WAY: list[tuple[Any, str, Any]] = [
     (sharded_save, "shared_out", main_replicas_write),
     (state_stream.StateStream, "outlines", whole_state),
 ]
-"""For ``patched``: the main replicas write everything, of the distributed optimizer's state what was gathered in full."""
+"""For ``patched``: the main replicas write everything, of the distributed optimizer's state what was gathered
+in full."""
 
 
 def trained(config: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
@@ -70,12 +75,15 @@ def save(worker: Any, directory: Path) -> None:
 
 
 def save_both_ways(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
-    """Save a worker of Megatron as ``new``, and in the old way as ``old``; the ranks that share out a save with this one."""
+    """Save a worker of Megatron as ``new``, and in the old way as ``old``; the ranks that share out a save
+    with this one."""
     worker = trained(config, batch)
     save(worker, directory / "new")
     with patched(*OLD_WAY):
         save(worker, directory / "old")
-    groups = [tuple(dist.get_process_group_ranks(holders(of_experts=of_experts))) for of_experts in (False, True)]
+    groups = [
+        tuple(dist.get_process_group_ranks(holders(of_experts=of_experts))) for of_experts in (False, True)
+    ]
     worker.backend.close()
     return max(groups, key=len)
 
@@ -95,12 +103,17 @@ def save_once(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Pa
 
 
 def save_apart(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, places: str) -> None:
-    """Save a worker as ``whole``, and once more, every rank to the memory of its place, from where the first rank of each brings it to
-    ``both``. That is done twice, with a step between the two; the second time counts."""
+    """Save a worker as ``whole``, and once more, every rank to the memory of its place, from where the first
+    rank of each brings it to ``both``. That is done twice, with a step between the two; the second time
+    counts."""
     worker = trained(config, batch)
     place, rank = places[dist.get_rank()], dist.get_rank()
     for turn in ("first", "second"):
-        memory = take_memory(directory / turn, 1, place) if rank == places.index(place) else memory_of(directory / turn, place)
+        memory = (
+            take_memory(directory / turn, 1, place)
+            if rank == places.index(place)
+            else memory_of(directory / turn, place)
+        )
         assert memory is not None
         dist.barrier()
         save(worker, directory / turn / "whole")
@@ -116,8 +129,11 @@ def save_apart(config: Mapping[str, Any], batch: Mapping[str, Any], directory: P
     worker.backend.close()
 
 
-def save_where_a_disk_fails(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, failing: int, part: str) -> list[str]:
-    """The storage of a rank fails when it syncs its file of a part; what this rank hears. Then a save that works."""
+def save_where_a_disk_fails(
+    config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, failing: int, part: str
+) -> list[str]:
+    """The storage of a rank fails when it syncs its file of a part; what this rank hears. Then a save that
+    works."""
     worker = trained(config, batch)
     fsync = os.fsync
     failed: list[str] = []
@@ -143,7 +159,8 @@ def save_where_a_disk_fails(config: Mapping[str, Any], batch: Mapping[str, Any],
 
 
 def written(directory: Path) -> Counter[int]:
-    """Bytes of tensors that each rank wrote, by rank. There is nothing in its file that the index does not know."""
+    """Bytes of tensors that each rank wrote, by rank. There is nothing in its file that the index does not
+    know."""
     index = read_plain_index(directory)
     found: Counter[int] = Counter()
     lengths: Counter[str] = Counter()
@@ -153,36 +170,60 @@ def written(directory: Path) -> Counter[int]:
         if hasattr(entry, "chunks"):
             (sizes,) = (chunk.sizes for chunk in entry.chunks if chunk.offsets == place.offset)
             found[int(where.relative_path.split("_")[2])] += sizes.numel() * entry.properties.dtype.itemsize
-    assert lengths == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}, "something was written twice"
+    assert lengths == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}, (
+        "something was written twice"
+    )
     return found
 
 
 def largest_piece(directory: Path) -> int:
     """Bytes of the largest piece that one rank wrote."""
-    tensors = [entry for entry in read_plain_index(directory).state_dict_metadata.values() if hasattr(entry, "chunks")]
-    return max(chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in tensors for chunk in entry.chunks)
+    tensors = [
+        entry
+        for entry in read_plain_index(directory).state_dict_metadata.values()
+        if hasattr(entry, "chunks")
+    ]
+    return max(
+        chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in tensors for chunk in entry.chunks
+    )
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two parts of checkpoints: names, shapes, dtypes, bits; objects, and the other files, beside them."""
+    """What differs between two parts of checkpoints: names, shapes, dtypes, bits; objects, and the other
+    files, beside them."""
     ours, theirs = TorchDistCheckpoint(one), TorchDistCheckpoint(other)
     found = sorted(set(ours) ^ set(theirs)) + sorted(set(ours.objects) ^ set(theirs.objects))
     for key in sorted(set(ours) & set(theirs)):
         if (ours.shape(key), ours.dtype(key)) != (theirs.shape(key), theirs.dtype(key)):
             found.append(f"{key}: shape or dtype")
-        elif bytes_of(ours.read(key, whole(ours.shape(key)))) != bytes_of(theirs.read(key, whole(theirs.shape(key)))):
+        elif bytes_of(ours.read(key, whole(ours.shape(key)))) != bytes_of(
+            theirs.read(key, whole(theirs.shape(key)))
+        ):
             found.append(f"{key}: values")
-    found += [key for key in sorted(set(ours.objects) & set(theirs.objects)) if ours.read_object(key) != theirs.read_object(key)]
+    found += [
+        key
+        for key in sorted(set(ours.objects) & set(theirs.objects))
+        if ours.read_object(key) != theirs.read_object(key)
+    ]
     beside, others = _files_beside(one), _files_beside(other)
-    return found + [name for name in sorted(set(beside) | set(others)) if beside.get(name) != others.get(name)]
+    return found + [
+        name for name in sorted(set(beside) | set(others)) if beside.get(name) != others.get(name)
+    ]
 
 
 def _files_beside(directory: Path) -> dict[str, bytes]:
     """Files that hold neither tensors nor where they lie."""
-    there = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".distcp" and path.name != METADATA_FILE]
+    there = [
+        path
+        for path in directory.iterdir()
+        if path.is_file() and path.suffix != ".distcp" and path.name != METADATA_FILE
+    ]
     return {path.name: path.read_bytes() for path in there}
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
     """The files of tensors below a directory."""
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(directory.rglob("*.distcp"))}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*.distcp"))
+    }

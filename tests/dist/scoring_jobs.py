@@ -19,7 +19,9 @@ def values(config: Mapping[str, Any], batch: Mapping[str, Any], seed: int = 0) -
     return found
 
 
-def train_and_save(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, directory: Path) -> dict[str, Any]:
+def train_and_save(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, directory: Path
+) -> dict[str, Any]:
     """Trains on all batches, saving after the first; the weights at the end."""
     worker = jobs.build(config, init_reference_model=False)
     for number, batch in enumerate(batches):
@@ -31,10 +33,15 @@ def train_and_save(config: Mapping[str, Any], batches: list[Mapping[str, Any]], 
     return weights
 
 
-def resume(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, directory: Path) -> dict[str, Any]:
+def resume(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, directory: Path
+) -> dict[str, Any]:
     """What ``train_and_save`` left, trained on the other batches."""
     worker = jobs.build(
-        config, init_reference_model=False, weights_path=str(directory / "weights"), optimizer_path=str(directory / "optimizer")
+        config,
+        init_reference_model=False,
+        weights_path=str(directory / "weights"),
+        optimizer_path=str(directory / "optimizer"),
     )
     for batch in batches[1:]:
         jobs.step(worker, batch, loss_fn)
@@ -52,13 +59,17 @@ def export(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path,
     return found
 
 
-def refused(config: Mapping[str, Any], calls: Mapping[str, Mapping[str, Any]], **options: Any) -> dict[str, str]:
+def refused(
+    config: Mapping[str, Any], calls: Mapping[str, Mapping[str, Any]], **options: Any
+) -> dict[str, str]:
     """What a worker says to each of the calls, by method; to being built, where it cannot be."""
     try:
         worker = jobs.build(config, init_reference_model=False, init_optimizer=False, **options)
     except (MegarlError, ValueError) as error:
         return {"build": f"{type(error).__name__}: {error}"}
-    said = {method: jobs.said(lambda: getattr(worker, method)(**arguments)) for method, arguments in calls.items()}  # noqa: B023
+    said = {
+        method: jobs.said(lambda: getattr(worker, method)(**arguments)) for method, arguments in calls.items()
+    }  # noqa: B023
     worker.backend.close()
     return said
 

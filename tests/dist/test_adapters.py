@@ -1,4 +1,5 @@
-"""Adapters of PEFT in a model of Megatron-Core, read by its own loader in several layouts, and what it saves of them back in PEFT."""
+"""Adapters of PEFT in a model of Megatron-Core, read by its own loader in several layouts, and what it saves
+of them back in PEFT."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def logprobs_in_peft(model: Path, directory: Path, batch: dict[str, Tensor]) -> 
 
 
 @sampled(1)
-@pytest.mark.parametrize(("family", "world", "layout", "targets"), CASES, ids=[f"{family}-{layout}" for family, _, layout, _ in CASES])
+@pytest.mark.parametrize(
+    ("family", "world", "layout", "targets"),
+    CASES,
+    ids=[f"{family}-{layout}" for family, _, layout, _ in CASES],
+)
 def test_adapters_compute_on_both_sides_what_they_do_in_peft(
     family: str,
     world: int,
@@ -57,7 +62,12 @@ def test_adapters_compute_on_both_sides_what_they_do_in_peft(
     model = make_tiny(tmp_path / "hf", family, tied=False, seed=3)
     saved_by_peft(model, tmp_path / "peft", targets)
     capsys.readouterr()
-    assert main(["adapter", str(tmp_path / "peft"), str(tmp_path / "mcore"), "--hf-config", str(model), "--json"]) == 0
+    assert (
+        main(
+            ["adapter", str(tmp_path / "peft"), str(tmp_path / "mcore"), "--hf-config", str(model), "--json"]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     batch = make_batch(rows=6, length=13, seed=5)
     plain = logprobs(mixtures.load(model), batch)

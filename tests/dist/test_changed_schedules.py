@@ -1,4 +1,5 @@
-"""A run that goes on with another learning rate or schedule: the rates are those of a closed form, all else is the checkpoint's."""
+"""A run that goes on with another learning rate or schedule: the rates are those of a closed form, all else
+is the checkpoint's."""
 
 from __future__ import annotations
 
@@ -31,12 +32,18 @@ def train_on(worker: Any, batch: Mapping[str, Any]) -> float:
     return rate
 
 
-def go_on(before: Mapping[str, Any], configs: list[Mapping[str, Any]], directory: Path) -> list[dict[str, Any]]:
-    """Train and save; then of each configuration that goes on from there the rates, and by how much its first step moved each weight.
+def go_on(
+    before: Mapping[str, Any], configs: list[Mapping[str, Any]], directory: Path
+) -> list[dict[str, Any]]:
+    """Train and save; then of each configuration that goes on from there the rates, and by how much its first
+    step moved each weight.
 
     The first configuration also writes the next checkpoint, from which the last one goes on.
     """
-    paths = [(str(directory / name / "weights"), str(directory / name / "optimizer")) for name in ("first", "second")]
+    paths = [
+        (str(directory / name / "weights"), str(directory / name / "optimizer"))
+        for name in ("first", "second")
+    ]
     worker = jobs.build(before, init_reference_model=False)
     for batch in BATCHES[:SAVED_AFTER]:
         train_on(worker, batch)
@@ -45,7 +52,9 @@ def go_on(before: Mapping[str, Any], configs: list[Mapping[str, Any]], directory
     worker.backend.close()
     found = []
     for config in configs:
-        worker = jobs.build(config, weights_path=paths[0][0], optimizer_path=paths[0][1], init_reference_model=False)
+        worker = jobs.build(
+            config, weights_path=paths[0][0], optimizer_path=paths[0][1], init_reference_model=False
+        )
         rates = [train_on(worker, BATCHES[SAVED_AFTER])]
         now = jobs.full_weights(worker)
         if config is configs[-1]:
@@ -63,7 +72,11 @@ def torch_schedule(name: str, **kwargs: Any) -> dict[str, Any]:
 
 WARM_UP = torch_schedule("LinearLR", start_factor=0.25, total_iters=4)
 COSINE = torch_schedule("CosineAnnealingLR", T_max=10, eta_min=1e-4)
-HALVES = [torch_schedule("ConstantLR", factor=1.0, total_iters=1), torch_schedule("StepLR", step_size=1, gamma=0.5), {"milestones": [3]}]
+HALVES = [
+    torch_schedule("ConstantLR", factor=1.0, total_iters=1),
+    torch_schedule("StepLR", step_size=1, gamma=0.5),
+    {"milestones": [3]},
+]
 
 
 def cosine(step: int) -> float:
@@ -81,7 +94,11 @@ TORCH: dict[str, tuple[Any, Any, Callable[[int], float]]] = {
 }
 MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int], float]]] = {
     "another rate": ({}, {}, lambda step: NEW_LR),
-    "a longer warm-up": ({}, {"lr_warmup_iters": 4, "lr_warmup_init": 4e-4}, lambda step: 4e-4 + (NEW_LR - 4e-4) * min(step, 4) / 4),
+    "a longer warm-up": (
+        {},
+        {"lr_warmup_iters": 4, "lr_warmup_init": 4e-4},
+        lambda step: 4e-4 + (NEW_LR - 4e-4) * min(step, 4) / 4,
+    ),
     "a decay": (
         {},
         {"lr_decay_style": "linear", "lr_decay_iters": 10, "lr_warmup_iters": 0},
@@ -97,8 +114,11 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int], float]
 
 def check(found: list[dict[str, Any]], rate_of: Callable[[int], float]) -> None:
     unchanged, changed = found
-    assert changed["rates"] == pytest.approx([rate_of(step) for step in range(SAVED_AFTER, len(BATCHES))], rel=1e-9)
-    # AdamW moves a weight in proportion to the rate; moments and their counts, which decide the rest, are the checkpoint's
+    assert changed["rates"] == pytest.approx(
+        [rate_of(step) for step in range(SAVED_AFTER, len(BATCHES))], rel=1e-9
+    )
+    # AdamW moves a weight in proportion to the rate; moments and their counts, which decide the rest, are the
+    # checkpoint's
     factor = changed["rates"][0] / unchanged["rates"][0]
     assert abs(factor - 1) > 0.05
     for name, moved in unchanged["moved"].items():
@@ -113,7 +133,10 @@ def test_torch_takes_the_changed_schedule_at_its_step(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, kind: str, case: str
 ) -> None:
     old, new, rate_of = TORCH[case]
-    before, after = (CONFIG[kind](tiny_models["qwen2-tied"], lr=lr, scheduler=chosen) for lr, chosen in ((LR, old), (NEW_LR, new)))
+    before, after = (
+        CONFIG[kind](tiny_models["qwen2-tied"], lr=lr, scheduler=chosen)
+        for lr, chosen in ((LR, old), (NEW_LR, new))
+    )
     check(pool.run(2, go_on, before, [before, after], tmp_path)[0], rate_of)
 
 

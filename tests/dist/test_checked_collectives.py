@@ -1,4 +1,5 @@
-"""Collectives that do not match are named by rank; those that do give the same results; and no group gives up before the driver does."""
+"""Collectives that do not match are named by rank; those that do give the same results; and no group gives up
+before the driver does."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ def compared() -> Iterator[None]:
 
 
 def mismatch(odd: int, difference: str) -> str:
-    """What every rank is told where rank ``odd`` calls another collective than the others, after some that were alike."""
+    """What every rank is told where rank ``odd`` calls another collective than the others, after some that
+    were alike."""
     with compared():
         group = dist.new_group()
     dist.all_reduce(torch.ones(3), group=group)
     is_odd = dist.get_rank() == odd
-    tensor = torch.ones(5 if is_odd and difference == "shape" else 3, dtype=torch.float64 if is_odd and difference == "dtype" else None)
+    tensor = torch.ones(
+        5 if is_odd and difference == "shape" else 3,
+        dtype=torch.float64 if is_odd and difference == "dtype" else None,
+    )
     try:
         if is_odd and difference == "operation":
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
@@ -52,9 +57,12 @@ def mismatch(odd: int, difference: str) -> str:
 @sampled(2)
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("difference", "signs"), [("shape", ("[5]", "[3]")), ("dtype", ("Double", "Float")), ("operation", ("BROADCAST", "ALLREDUCE"))]
+    ("difference", "signs"),
+    [("shape", ("[5]", "[3]")), ("dtype", ("Double", "Float")), ("operation", ("BROADCAST", "ALLREDUCE"))],
 )
-def test_a_rank_whose_collective_differs_is_named(pool: WorkerPool, odd: int, difference: str, signs: tuple[str, str]) -> None:
+def test_a_rank_whose_collective_differs_is_named(
+    pool: WorkerPool, odd: int, difference: str, signs: tuple[str, str]
+) -> None:
     for said in pool.run(3, mismatch, odd, difference):
         assert "mismatch between collectives on ranks" in said
         # each rank compares itself with those that differ from it
@@ -71,19 +79,30 @@ def train(config: Mapping[str, Any], batch: Mapping[str, Any], check: bool) -> d
         groups = worker.backend.groups
         wrapped = type(groups.tensor._get_backend(torch.device("cpu"))).__name__
         worker.backend.close()
-    return {"loss": result["global_loss"], "norm": result["grad_norm"], "weights": weights, "backend": wrapped}
+    return {
+        "loss": result["global_loss"],
+        "norm": result["grad_norm"],
+        "weights": weights,
+        "backend": wrapped,
+    }
 
 
 @sampled(1)
 @pytest.mark.parametrize("kind", ["megatron", "dtensor"])
-def test_a_step_whose_collectives_are_compared_is_the_same_step(pool: WorkerPool, tiny_models: dict[str, Path], kind: str) -> None:
+def test_a_step_whose_collectives_are_compared_is_the_same_step(
+    pool: WorkerPool, tiny_models: dict[str, Path], kind: str
+) -> None:
     model = tiny_models["qwen2"]
     config = policy_config(model, tp=2, sp=True) if kind == "megatron" else dtensor_config(model, tp=2)
     plain, checked = (pool.run(4, train, config, make_batch(8, 11), check) for check in (False, True))
     for without, compared_one in zip(plain, checked, strict=True):
         assert (without["backend"], compared_one["backend"]) == ("ProcessGroupGloo", "_ProcessGroupWrapper")
-        assert torch.equal(without["loss"], compared_one["loss"]) and torch.equal(without["norm"], compared_one["norm"])
-        assert all(torch.equal(tensor, compared_one["weights"][name]) for name, tensor in without["weights"].items())
+        assert torch.equal(without["loss"], compared_one["loss"]) and torch.equal(
+            without["norm"], compared_one["norm"]
+        )
+        assert all(
+            torch.equal(tensor, compared_one["weights"][name]) for name, tensor in without["weights"].items()
+        )
 
 
 def wait_alone() -> str:
@@ -117,7 +136,8 @@ def test_all_groups_wait_as_long_as_they_are_told(pool: WorkerPool) -> None:
 
 
 def look_at_each_other() -> tuple[bool | None, bool | None]:
-    """Whether the first rank is seen to wait in a collective that rank 1 has not joined, and rank 1 itself."""
+    """Whether the first rank is seen to wait in a collective that rank 1 has not joined, and rank 1
+    itself."""
     ids = [0] * dist.get_world_size()
     dist.all_gather_object(ids, os.getpid())
     seen: tuple[bool | None, bool | None] = (None, None)

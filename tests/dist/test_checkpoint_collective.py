@@ -1,4 +1,5 @@
-"""A checkpoint that one rank alone cannot write: all ranks learn of it, nothing is left behind, and they can go on."""
+"""A checkpoint that one rank alone cannot write: all ranks learn of it, nothing is left behind, and they can
+go on."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def write_alone(directory: str, failing: int) -> list[Any]:
-    """Every rank writes a file; rank ``failing`` cannot. Then all of them write again. What happened, and what is there afterwards."""
+    """Every rank writes a file; rank ``failing`` cannot. Then all of them write again. What happened, and
+    what is there afterwards."""
     outcomes: list[Any] = []
     for attempt in range(2):
         error: BaseException | None = None
@@ -55,14 +57,16 @@ def write_alone(directory: str, failing: int) -> list[Any]:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_alone_fails_all(pool: WorkerPool, tmp_path: Path, failing: int) -> None:
     for (kind, message), after, again, files in pool.run(3, write_alone, str(tmp_path / "it"), failing):
-        assert kind == "CheckpointError" and message.startswith(f"rank {failing}: writing failed: FileNotFoundError")
+        assert kind == "CheckpointError" and message.startswith(
+            f"rank {failing}: writing failed: FileNotFoundError"
+        )
         assert after == []
         assert again[0] == "no error" and files == ["0", "1", "2", "it"]
 
 
 def write_apart(root: str, places: list[str], failing: int) -> list[Any]:
-    """Every rank writes a file to the directory of its place, together with those of the same one. Rank ``failing`` is in the way when its
-    place gets its name. Then all of them write again."""
+    """Every rank writes a file to the directory of its place, together with those of the same one. Rank
+    ``failing`` is in the way when its place gets its name. Then all of them write again."""
     rank = dist.get_rank()
     directory = Path(root) / places[rank] / "it"
     outcomes: list[Any] = []
@@ -82,23 +86,34 @@ def write_apart(root: str, places: list[str], failing: int) -> list[Any]:
             (directory / "in the way").rmdir()
             directory.rmdir()
         dist.barrier()
-        outcomes.append(sorted(path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file()))
+        outcomes.append(
+            sorted(path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file())
+        )
         dist.barrier()
     return outcomes
 
 
 @pytest.mark.parametrize(("places", "failing"), [("aab", 2), ("aba", 2), ("abc", 0)])
-def test_ranks_of_different_nodes_write_to_different_directories(pool: WorkerPool, tmp_path: Path, places: str, failing: int) -> None:
+def test_ranks_of_different_nodes_write_to_different_directories(
+    pool: WorkerPool, tmp_path: Path, places: str, failing: int
+) -> None:
     first = places.index(places[failing])
-    for (kind, message), after, again, files in pool.run(3, write_apart, str(tmp_path), list(places), failing):
-        assert kind == "CheckpointError" and message.startswith(f"rank {first}: {tmp_path / places[failing] / 'it'} could not be written")
+    for (kind, message), after, again, files in pool.run(
+        3, write_apart, str(tmp_path), list(places), failing
+    ):
+        assert kind == "CheckpointError" and message.startswith(
+            f"rank {first}: {tmp_path / places[failing] / 'it'} could not be written"
+        )
         assert after == [], "what has its name already is taken back"
-        assert again[0] == "no error" and files == sorted(f"{place}/it/{rank}" for rank, place in enumerate(places))
+        assert again[0] == "no error" and files == sorted(
+            f"{place}/it/{rank}" for rank, place in enumerate(places)
+        )
 
 
 @contextmanager
 def small_files_only(limit: int) -> Iterator[None]:
-    """Writing beyond so many bytes into any file fails, as on a full disk; also in processes that start meanwhile."""
+    """Writing beyond so many bytes into any file fails, as on a full disk; also in processes that start
+    meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -109,7 +124,9 @@ def small_files_only(limit: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def save_on_a_full_disk(kind: str, config: dict[str, Any], directory: str, failing: int, limit: int) -> list[Any]:
+def save_on_a_full_disk(
+    kind: str, config: dict[str, Any], directory: str, failing: int, limit: int
+) -> list[Any]:
     """A worker's checkpoint that rank ``failing`` has no room for, and a second one with room."""
     worker = jobs.build(config, init_reference_model=False)
     outcomes: list[Any] = []
@@ -163,10 +180,18 @@ def save_without_room_for(config: dict[str, Any], directory: str, file: str) -> 
 
 @sampled(1)
 @pytest.mark.parametrize("file", ALONE)
-def test_a_file_that_the_first_rank_writes_alone(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, file: str) -> None:
+def test_a_file_that_the_first_rank_writes_alone(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, file: str
+) -> None:
     config = policy_config(tiny_models["qwen2"], tp=2)
-    for (name, message), after, again, files in pool.run(2, save_without_room_for, config, str(tmp_path), file):
-        assert name == "CheckpointError" and "No space left on device" in message and message.startswith("rank 0: writing"), message
+    for (name, message), after, again, files in pool.run(
+        2, save_without_room_for, config, str(tmp_path), file
+    ):
+        assert (
+            name == "CheckpointError"
+            and "No space left on device" in message
+            and message.startswith("rank 0: writing")
+        ), message
         assert after == []
         assert again[0] == "no error" and files == ["optimizer", "weights"]
 
@@ -176,7 +201,12 @@ _failing: dict[str, Any] = {}
 
 def refuse_to_open(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook, which stays in the process: opening a file for reading fails as ``_failing`` says."""
-    if event == "open" and _failing and isinstance(arguments[0], str | os.PathLike) and not arguments[2] & os.O_WRONLY:
+    if (
+        event == "open"
+        and _failing
+        and isinstance(arguments[0], str | os.PathLike)
+        and not arguments[2] & os.O_WRONLY
+    ):
         fail_some("open", os.fspath(arguments[0]))
 
 
@@ -189,7 +219,8 @@ def fail_some(how: str, path: Any) -> None:
 
 @contextmanager
 def failing_storage(below: str, part: str, times: int) -> Iterator[Counter[tuple[str, str]]]:
-    """Of every file whose path begins and ends so, the first so many looks, and so many times that it is opened, fail. Counts them."""
+    """Of every file whose path begins and ends so, the first so many looks, and so many times that it is
+    opened, fail. Counts them."""
     if not _hooked:
         _hooked.append(True)
         sys.addaudithook(refuse_to_open)
@@ -214,7 +245,8 @@ _hooked: list[bool] = []
 def load_over_failing_storage(
     kind: str, config: dict[str, Any], directory: str, cases: list[tuple[str, int]]
 ) -> list[tuple[tuple[str, str], bool, list[str]]]:
-    """What a load comes to, on the last rank of which the storage fails; whether the weights are those saved, and what failed."""
+    """What a load comes to, on the last rank of which the storage fails; whether the weights are those saved,
+    and what failed."""
     worker = jobs.build(config, init_reference_model=False)
     worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
     saved = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
@@ -249,33 +281,50 @@ if not hasattr(common, "TorchCommonSaveStrategy"):
 def test_a_read_that_fails_for_a_moment_is_tried_again_and_one_that_stays_broken_is_no_damage(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    """Of every file, whoever reads it: first a moment of each, then one for good after the other, and at last again a moment."""
-    config = policy_config(tiny_models["qwen2"], tp=2) if kind == "megatron" else dtensor_config(tiny_models["qwen2"])
+    """Of every file, whoever reads it: first a moment of each, then one for good after the other, and at last
+    again a moment."""
+    config = (
+        policy_config(tiny_models["qwen2"], tp=2)
+        if kind == "megatron"
+        else dtensor_config(tiny_models["qwen2"])
+    )
     cases = [("", 1), *[(part, 1000) for part in ALL_READ[kind]], ("", 1)]
     told = pool.run(2, load_over_failing_storage, kind, config, str(tmp_path), cases)
     for (part, times), *of_ranks in zip(cases, *told, strict=True):
         failed = of_ranks[1][2]
         assert not part or any(each.endswith(part) for each in failed), f"{part} was not read"
         if not part:
-            assert all(any(f"{how} " in each and each.endswith(name) for each in failed) for how, name in LOOKED_AT[kind]), failed
+            assert all(
+                any(f"{how} " in each and each.endswith(name) for each in failed)
+                for how, name in LOOKED_AT[kind]
+            ), failed
         for rank, ((name, message), same, _) in enumerate(of_ranks):
             if times == 1:
                 assert name == "no error" and same, message
             elif rank == 0 and "another rank cannot begin" in message:
                 assert name == "CheckpointError"
             else:
-                assert name == "StorageError" and "Stale file handle, 3 times" in message and "no damage" in message, f"{part}: {message}"
+                assert (
+                    name == "StorageError"
+                    and "Stale file handle, 3 times" in message
+                    and "no damage" in message
+                ), f"{part}: {message}"
 
 
 LOOKED_AT = {
-    "megatron": [("stat", "metadata.json"), ("open", "metadata.json"), ("stat", "schedule.json"), ("stat", "rng_00001.safetensors")],
+    "megatron": [
+        ("stat", "metadata.json"),
+        ("open", "metadata.json"),
+        ("stat", "schedule.json"),
+        ("stat", "rng_00001.safetensors"),
+    ],
     "dtensor": [("stat", ".metadata"), ("open", "optimizer.pt"), ("stat", "rng_00001.safetensors")],
 }
 """Some of what the storage has to be asked for, or nothing would be shown."""
 
 
-# Megarl's own files hold some 5 kB a rank, the parts of weights and optimizer state more; where the larger limit ends a file of Megatron's,
-# torch by itself tells of another position than it thought
+# Megarl's own files hold some 5 kB a rank, the parts of weights and optimizer state more; where the larger
+# limit ends a file of Megatron's, torch by itself tells of another position than it thought
 @sampled(2)
 @pytest.mark.parametrize("limit", [100, 16_000], ids=["nothing fits", "small files fit"])
 @pytest.mark.parametrize("failing", [0, 1])
@@ -284,9 +333,15 @@ def test_a_full_disk_of_one_rank(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, kind: str, failing: int, limit: int
 ) -> None:
     model = tiny_models["qwen2"]
-    config = dtensor_config(model) if kind == "dtensor" else policy_config(model, tp=2 if kind == "megatron" else 1)
+    config = (
+        dtensor_config(model)
+        if kind == "dtensor"
+        else policy_config(model, tp=2 if kind == "megatron" else 1)
+    )
     kind, _, _ = kind.partition("-")
-    for (name, message), after, again, files in pool.run(2, save_on_a_full_disk, kind, config, str(tmp_path), failing, limit):
+    for (name, message), after, again, files in pool.run(
+        2, save_on_a_full_disk, kind, config, str(tmp_path), failing, limit
+    ):
         assert name == "CheckpointError" and "weights" in message and "File too large" in message, message
         assert after == []
         assert again[0] == "no error" and files == ["optimizer", "weights"]

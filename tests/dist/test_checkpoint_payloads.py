@@ -65,8 +65,11 @@ def put_among_the_tensors(directory: Path, payload: Payload) -> bool:
 @sampled(1)
 @newest_megatron(backend=["megatron"])
 @pytest.mark.parametrize("backend", CONFIGS)
-def test_code_in_a_checkpoint_is_not_run(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str) -> None:
-    """Nor is a pickle read, by anybody who could run code, where a checkpoint is whole: a step, a save and a load are watched."""
+def test_code_in_a_checkpoint_is_not_run(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str
+) -> None:
+    """Nor is a pickle read, by anybody who could run code, where a checkpoint is whole: a step, a save and a
+    load are watched."""
     config = CONFIGS[backend](tiny_models["qwen3"])
     whole, ran = tmp_path / "whole", tmp_path / "ran"
     for found in pool.run(2, jobs.pickles_of_a_resume, config, make_batch(8, 11, seed=1), str(whole)):
@@ -86,7 +89,9 @@ def test_code_in_a_checkpoint_is_not_run(pool: WorkerPool, tiny_models: dict[str
                 (copy(f"{part}-index") / inside).write_bytes(pickle.dumps(payload))
             elif file.suffix in {".pt", ".pth"}:
                 (copy(f"{part}-{file.stem}") / inside).write_bytes(of_torch(payload))
-        if (whole / part / ".metadata").exists() and not put_among_the_tensors(copy(f"{part}-object") / part, payload):
+        if (whole / part / ".metadata").exists() and not put_among_the_tensors(
+            copy(f"{part}-object") / part, payload
+        ):
             shutil.rmtree(poisoned.pop(f"{part}-object"))
     assert {"weights-index", "optimizer-index"} <= set(poisoned)
     for told in pool.run(2, jobs.load, config, [*map(str, poisoned.values()), str(whole)]):

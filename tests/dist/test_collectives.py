@@ -1,4 +1,5 @@
-"""Collectives over ranks that hold different amounts, in gloo processes. Each ``check_*`` function runs in any process group."""
+"""Collectives over ranks that hold different amounts, in gloo processes. Each ``check_*`` function runs in
+any process group."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from megarl.distributed.batched_data_dict import BatchedDataDict, gather_jagged_object_lists, rebalance_nd_tensor
+from megarl.distributed.batched_data_dict import (
+    BatchedDataDict,
+    gather_jagged_object_lists,
+    rebalance_nd_tensor,
+)
 from megarl.errors import BatchError
 from tests.tiers import sampled, slow
 
@@ -27,7 +32,13 @@ def rows_of_ranks(counts: list[int], trailing: tuple[int, ...], dtype: torch.dty
 
 
 def count_patterns(ranks: int) -> list[list[int]]:
-    return [[7 * rank % 5 for rank in range(ranks)], [0] * ranks, [0] * (ranks - 1) + [2], [4, *[0] * (ranks - 1)], [3] * ranks]
+    return [
+        [7 * rank % 5 for rank in range(ranks)],
+        [0] * ranks,
+        [0] * (ranks - 1) + [2],
+        [4, *[0] * (ranks - 1)],
+        [3] * ranks,
+    ]
 
 
 def check_rows(group: dist.ProcessGroup | None) -> None:
@@ -44,7 +55,10 @@ def check_rows(group: dist.ProcessGroup | None) -> None:
 
 
 def assert_equal(got: Tensor, expected: Tensor) -> None:
-    assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected), (got, expected)
+    assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected), (
+        got,
+        expected,
+    )
 
 
 def check_mismatches(group: dist.ProcessGroup | None) -> None:
@@ -78,7 +92,10 @@ def check_objects(group: dist.ProcessGroup | None) -> None:
 def check_batches(group: dist.ProcessGroup | None) -> None:
     """A batch gathers column by column, whatever the order of its keys."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = [BatchedDataDict(x=torch.full((number + 1, 2, 3), number), names=[f"{number}"] * (number + 1)) for number in range(ranks)]
+    parts = [
+        BatchedDataDict(x=torch.full((number + 1, 2, 3), number), names=[f"{number}"] * (number + 1))
+        for number in range(ranks)
+    ]
     mine = parts[rank] if rank else BatchedDataDict(names=parts[0]["names"], x=parts[0]["x"])
     gathered = mine.all_gather(group)
     assert type(gathered) is BatchedDataDict
@@ -98,9 +115,13 @@ def check_subgroup() -> None:
     check_batches(group)
 
 
-def run_rank(rank: int, ranks: int, store: str, check: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def run_rank(
+    rank: int, ranks: int, store: str, check: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
     try:
         check(*arguments)
         dist.barrier()
@@ -119,7 +140,9 @@ def run_everything(group: dist.ProcessGroup | None) -> None:
 @sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_collectives(ranks: int, tmp_path: Path) -> None:
-    multiprocessing.spawn(run_rank, args=(ranks, str(tmp_path / "store"), run_everything, (None,)), nprocs=ranks)
+    multiprocessing.spawn(
+        run_rank, args=(ranks, str(tmp_path / "store"), run_everything, (None,)), nprocs=ranks
+    )
 
 
 def check_three_ranks() -> None:

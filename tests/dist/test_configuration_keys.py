@@ -1,4 +1,5 @@
-"""No key of ``policy`` is idle: each does something that can be seen on a real worker of each backend, or is refused with a reason.
+"""No key of ``policy`` is idle: each does something that can be seen on a real worker of each backend, or is
+refused with a reason.
 
 The keys come from the TypedDicts themselves, so that a new one fails here until it has its demonstration.
 """
@@ -22,16 +23,32 @@ from megarl.models.megatron.transformer_engine import Finding
 from megarl.parity.pool import WorkerPool
 from megarl.run.inputs import tokenizer_of
 from tests.dist import key_observations
-from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves, read_demonstrations
+from tests.dist.key_demonstrations import (
+    BACKENDS,
+    AsItIs,
+    Changes,
+    Refused,
+    ShownBy,
+    differs,
+    leaves,
+    read_demonstrations,
+)
 from tests.dist.key_models import make_models
 from tests.dist.key_runs import RANKS, Keys, Run
 from tests.tiers import sampled
 from tests.unit.config_samples import changed
 
 DEMONSTRATIONS = read_demonstrations()
-GROUPS = {"megatron": ("shared", "megatron"), "dtensor": ("shared", "torch", "dtensor"), "fsdp1": ("shared", "torch", "fsdp1")}
+GROUPS = {
+    "megatron": ("shared", "megatron"),
+    "dtensor": ("shared", "torch", "dtensor"),
+    "fsdp1": ("shared", "torch", "fsdp1"),
+}
 ONE_EACH = {backend: [DEMONSTRATIONS[group] for group in groups] for backend, groups in GROUPS.items()}
-TABLES = {backend: {key: shown for group in groups for key, shown in group.items()} for backend, groups in ONE_EACH.items()}
+TABLES = {
+    backend: {key: shown for group in groups for key, shown in group.items()}
+    for backend, groups in ONE_EACH.items()
+}
 RATE = {
     "megatron": "megatron_cfg.optimizer.lr",
     "dtensor": "optimizer.kwargs.lr",
@@ -40,13 +57,22 @@ RATE = {
 
 
 def keys_shown_by(kind: type) -> list[tuple[str, str]]:
-    return [(backend, key) for backend in BACKENDS for key, shown in TABLES[backend].items() if isinstance(shown, kind)]
+    return [
+        (backend, key)
+        for backend in BACKENDS
+        for key, shown in TABLES[backend].items()
+        if isinstance(shown, kind)
+    ]
 
 
 @pytest.fixture(scope="module")
 def keys(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Keys:
     keys = Keys(pool, make_models(tmp_path_factory.mktemp("keys")))
-    demonstrations = [item for item in request.session.items if getattr(item, "function", None) is test_the_key_changes_what_it_says]
+    demonstrations = [
+        item
+        for item in request.session.items
+        if getattr(item, "function", None) is test_the_key_changes_what_it_says
+    ]
     for backend, key in (item.callspec.params.values() for item in demonstrations):  # type: ignore[attr-defined]
         for run in runs_of(keys, backend, key):
             keys.will_want(run)
@@ -62,7 +88,9 @@ def runs_of(keys: Keys, backend: str, key: str) -> list[Run]:
         keys.policy(backend, shown.model, shown.beside, before),
         keys.policy(backend, shown.model, shown.beside, {path: shown.value}, shown.with_it),
     ]
-    return [Run(shown.seen_in.partition(".")[0], policy, shown.world or RANKS[backend]) for policy in policies]
+    return [
+        Run(shown.seen_in.partition(".")[0], policy, shown.world or RANKS[backend]) for policy in policies
+    ]
 
 
 # every key has one demonstration
@@ -87,7 +115,10 @@ def test_a_key_s_own_test_exists(backend: str, key: str) -> None:
 def test_a_new_key_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.dist import key_demonstrations
 
-    more = (*key_demonstrations.known_paths(key_demonstrations.PolicyConfig), "megatron_cfg.optimizer.brand_new")
+    more = (
+        *key_demonstrations.known_paths(key_demonstrations.PolicyConfig),
+        "megatron_cfg.optimizer.brand_new",
+    )
     monkeypatch.setattr(key_demonstrations, "known_paths", lambda section: more)
     assert "megatron_cfg.optimizer.brand_new" in leaves("megatron") - set(TABLES["megatron"])
     assert leaves("dtensor") == set(TABLES["dtensor"])
@@ -127,14 +158,21 @@ def test_the_key_is_refused_with_a_reason(keys: Keys, backend: str, key: str) ->
 @pytest.mark.parametrize("observation", key_observations.OBSERVATIONS)
 def test_what_is_seen_is_the_same_twice(keys: Keys, backend: str, observation: str) -> None:
     """A difference between two runs comes from the key, not from chance."""
-    run = Run(observation, keys.policy(backend, "qwen2"), 2 if observation == "communicated" else RANKS[backend])
+    run = Run(
+        observation, keys.policy(backend, "qwen2"), 2 if observation == "communicated" else RANKS[backend]
+    )
     assert not differs(keys.seen(run), keys.seen(run, again=True))
 
 
 def test_a_key_that_does_nothing_is_seen_to_do_nothing(keys: Keys) -> None:
     """Adam has no momentum of SGD's, and the learning rate is what moves weights."""
-    idle, busy = ({f"megatron_cfg.optimizer.{name}": value} for name, value in (("sgd_momentum", 0.0), ("lr", 2e-2)))
-    weights = [keys.seen(Run("trained", keys.policy("megatron", "qwen2", change), 1))[0]["weights"] for change in ({}, idle, busy)]
+    idle, busy = (
+        {f"megatron_cfg.optimizer.{name}": value} for name, value in (("sgd_momentum", 0.0), ("lr", 2e-2))
+    )
+    weights = [
+        keys.seen(Run("trained", keys.policy("megatron", "qwen2", change), 1))[0]["weights"]
+        for change in ({}, idle, busy)
+    ]
     assert not differs(weights[0], weights[1])
     assert differs(weights[0], weights[2])
 
@@ -143,11 +181,24 @@ def test_a_key_that_does_nothing_is_seen_to_do_nothing(keys: Keys) -> None:
 def test_the_section_of_a_backend_that_is_off_changes_nothing(keys: Keys, backend: str) -> None:
     """A recipe keeps the sections of the backends that it does not run on."""
     off: dict[str, Any] = {
-        "megatron_cfg": {"enabled": False, "tensor_model_parallel_size": 7, "activation_checkpointing": True, "optimizer": {"lr": 5.0}},
-        "dtensor_cfg": {"enabled": False, "tensor_parallel_size": 7, "activation_checkpointing": True, "sequence_parallel": True},
+        "megatron_cfg": {
+            "enabled": False,
+            "tensor_model_parallel_size": 7,
+            "activation_checkpointing": True,
+            "optimizer": {"lr": 5.0},
+        },
+        "dtensor_cfg": {
+            "enabled": False,
+            "tensor_parallel_size": 7,
+            "activation_checkpointing": True,
+            "sequence_parallel": True,
+        },
     }
     off.pop(f"{backend}_cfg", None)
-    one, other = (keys.seen(Run("trained", keys.policy(backend, "qwen2", change), RANKS[backend])) for change in ({}, off))
+    one, other = (
+        keys.seen(Run("trained", keys.policy(backend, "qwen2", change), RANKS[backend]))
+        for change in ({}, off)
+    )
     assert not differs(one, other)
 
 
@@ -158,19 +209,25 @@ def test_the_section_of_a_backend_that_is_off_changes_nothing(keys: Keys, backen
 def test_the_tokenizer_s_keys_decide_what_a_prompt_becomes(keys: Keys, backend: str) -> None:
     def prompt(**change: Any) -> list[int]:
         section = validate_policy_config(keys.policy(backend, "qwen2", change), RANKS[backend])["tokenizer"]
-        return PromptEncoder(get_tokenizer(section), template_kwargs=section.get("chat_template_kwargs")).encode("w5 w6")
+        return PromptEncoder(
+            get_tokenizer(section), template_kwargs=section.get("chat_template_kwargs")
+        ).encode("w5 w6")
 
     assert prompt() == [5, 6]
     assert prompt(**{"tokenizer.name": "model:backwards"}) == [98, 97]
     template = "w9 {% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert prompt(**{"tokenizer.chat_template": template}) == [9, 5, 6]
     template = "{{ first }} " + template
-    assert prompt(**{"tokenizer.chat_template": template, "tokenizer.chat_template_kwargs": {"first": "w8"}}) == [8, 9, 5, 6]
+    assert prompt(
+        **{"tokenizer.chat_template": template, "tokenizer.chat_template_kwargs": {"first": "w8"}}
+    ) == [8, 9, 5, 6]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_learning_rate_is_what_an_optimizer_refers_to(keys: Keys, backend: str, tmp_path: Path) -> None:
-    written = changed({"policy": keys.policy(backend, "qwen2")}, {f"policy.{RATE[backend]}": "${policy.learning_rate}"})
+    written = changed(
+        {"policy": keys.policy(backend, "qwen2")}, {f"policy.{RATE[backend]}": "${policy.learning_rate}"}
+    )
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(written), encoding="utf-8")
     read = load_config(file, ["policy.learning_rate=0.03"])["policy"]
@@ -185,7 +242,9 @@ def test_the_learning_rate_is_what_an_optimizer_refers_to(keys: Keys, backend: s
 def test_code_that_comes_with_a_tokenizer_runs_only_where_it_is_trusted(keys: Keys) -> None:
     def kind(trusted: bool) -> str:
         change = {"tokenizer.name": "model:coded", "trust_remote_code": trusted}
-        return type(tokenizer_of(validate_policy_config(keys.policy("megatron", "qwen2", change), 1))).__name__
+        return type(
+            tokenizer_of(validate_policy_config(keys.policy("megatron", "qwen2", change), 1))
+        ).__name__
 
     assert "Remote" not in kind(False)
     assert kind(True) == "RemoteTokenizer"
@@ -194,10 +253,17 @@ def test_code_that_comes_with_a_tokenizer_runs_only_where_it_is_trusted(keys: Ke
 def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys) -> None:
     """Its kernel is Transformer Engine's, which needs a GPU: without one it is off, whatever the key says."""
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))
-    policies = {wanted: keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": wanted}) for wanted in (True, False)}
+    policies = {
+        wanted: keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": wanted})
+        for wanted in (True, False)
+    }
 
     def rotates_fused(wanted: bool, engine: bool) -> bool:
-        return bool(settings.transformer_config(validate_policy_config(policies[wanted]), architecture, fused=engine).apply_rope_fusion)
+        return bool(
+            settings.transformer_config(
+                validate_policy_config(policies[wanted]), architecture, fused=engine
+            ).apply_rope_fusion
+        )
 
     assert not any(rotates_fused(wanted, engine=False) for wanted in (True, False))
     assert not rotates_fused(False, engine=True)
@@ -208,8 +274,13 @@ def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys) -> None:
 def test_the_fused_permutation_reaches_megatron(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are Transformer Engine's, which Megatron-Core looks for; without a GPU there are none."""
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["mixtral"]))
-    policy = validate_policy_config(keys.policy("megatron", "mixtral", {"megatron_cfg.moe_permute_fusion": True}))
-    with pytest.raises(ConfigError, match=r"moe_permute_fusion = True: its kernels are Transformer Engine's, which cannot be used"):
+    policy = validate_policy_config(
+        keys.policy("megatron", "mixtral", {"megatron_cfg.moe_permute_fusion": True})
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"moe_permute_fusion = True: its kernels are Transformer Engine's, which cannot be used",
+    ):
         settings.transformer_config(policy, architecture, fused=False)
     monkeypatch.setattr(settings, "find", Finding)
     with pytest.raises((ImportError, ValueError), match=r"fused.permut"):

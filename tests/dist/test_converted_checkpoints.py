@@ -1,4 +1,5 @@
-"""Converters against Megatron-Core itself: its loader reads what ``import`` writes, in any layout, and ``export`` reads what it saves."""
+"""Converters against Megatron-Core itself: its loader reads what ``import`` writes, in any layout, and
+``export`` reads what it saves."""
 
 from __future__ import annotations
 
@@ -59,8 +60,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def load_compute_and_save(config: Mapping[str, Any], weights: str, batch: Mapping[str, Any], target: str) -> torch.Tensor:
-    """Log-probabilities of a worker that was built from other weights and then read ``weights``; it saves them again to ``target``."""
+def load_compute_and_save(
+    config: Mapping[str, Any], weights: str, batch: Mapping[str, Any], target: str
+) -> torch.Tensor:
+    """Log-probabilities of a worker that was built from other weights and then read ``weights``; it saves
+    them again to ``target``."""
     worker = jobs.build(config, init_reference_model=False)
     worker.load_checkpoint(weights, None)
     values = jobs.logprobs_of(worker, batch)
@@ -70,13 +74,20 @@ def load_compute_and_save(config: Mapping[str, Any], weights: str, batch: Mappin
 
 
 def extra_states(directory: Path) -> set[str]:
-    """Keys of the modules' states; without one that it asks for, Megatron-LM's own loading fails, though that of megarl does not."""
-    return {key for key in FileSystemReader(directory).read_metadata().state_dict_metadata if "_extra_state" in key}
+    """Keys of the modules' states; without one that it asks for, Megatron-LM's own loading fails, though that
+    of megarl does not."""
+    return {
+        key
+        for key in FileSystemReader(directory).read_metadata().state_dict_metadata
+        if "_extra_state" in key
+    }
 
 
 def tiny(directory: Path, name: str, seed: int) -> Path:
     family, *options = name.split("-")
-    return make_tiny(directory, family, tied="tied" in options, seed=seed, **({"layers": 4} if "four" in options else {}))
+    return make_tiny(
+        directory, family, tied="tied" in options, seed=seed, **({"layers": 4} if "four" in options else {})
+    )
 
 
 @sampled(2)
@@ -87,9 +98,13 @@ def test_megatron_core_loads_and_saves_what_is_converted(
     wanted, other = tiny(tmp_path / "wanted", name, 1), tiny(tmp_path / "other", name, 2)
     import_model(plan_import(open_source(wanted), vocab_multiple=4), tmp_path / "imported")
     batch = make_batch(rows=7, length=13, seed=3)
-    expected = reference.logprobs((mixtures if name.split("-")[0] in MIXTURES else reference).load(wanted), batch)
+    expected = reference.logprobs(
+        (mixtures if name.split("-")[0] in MIXTURES else reference).load(wanted), batch
+    )
     config = policy_config(other, **layout)
-    results = pool.run(world, load_compute_and_save, config, str(tmp_path / "imported"), batch, str(tmp_path / "saved"))
+    results = pool.run(
+        world, load_compute_and_save, config, str(tmp_path / "imported"), batch, str(tmp_path / "saved")
+    )
     for values in results:
         torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
     assert extra_states(tmp_path / "saved") <= extra_states(tmp_path / "imported")

@@ -1,4 +1,5 @@
-"""Tensor-parallel styles on local tensors against the same modules undivided: outputs, gradients of inputs and parameters, collectives."""
+"""Tensor-parallel styles on local tensors against the same modules undivided: outputs, gradients of inputs
+and parameters, collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.dtensor import mesh as dtensor_mesh
@@ -29,7 +36,8 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 class Block(nn.Module):
-    """Two linear layers with biases that read one input, a norm over the features of each half of the first, and one behind them."""
+    """Two linear layers with biases that read one input, a norm over the features of each half of the first,
+    and one behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +60,12 @@ def over_the_sequence() -> dict[str, ParallelStyle]:
 
 
 def alone() -> dict[str, ParallelStyle]:
-    return {"first": ColumnLinear(), "second": ColumnLinear(input_layouts=Replicate()), "norm": NormOfParts(), "last": RowLinear()}
+    return {
+        "first": ColumnLinear(),
+        "second": ColumnLinear(input_layouts=Replicate()),
+        "norm": NormOfParts(),
+        "last": RowLinear(),
+    }
 
 
 def alone_over_the_sequence() -> dict[str, ParallelStyle]:
@@ -70,11 +83,21 @@ def mixed() -> dict[str, ParallelStyle]:
     """torch's styles around ours, which hand over DTensors."""
     prepared = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),))
     gives = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-    return {"": prepared, "first": ColumnLinear(output_layouts=Replicate()), "second": gives, "last": RowLinear(output_layouts=Shard(1))}
+    return {
+        "": prepared,
+        "first": ColumnLinear(output_layouts=Replicate()),
+        "second": gives,
+        "last": RowLinear(output_layouts=Shard(1)),
+    }
 
 
 def torchs() -> dict[str, ParallelStyle]:
-    return {"first": ColwiseParallel(), "second": ColwiseParallel(), "norm": NormOfParts(), "last": RowwiseParallel()}
+    return {
+        "first": ColwiseParallel(),
+        "second": ColwiseParallel(),
+        "norm": NormOfParts(),
+        "last": RowwiseParallel(),
+    }
 
 
 class Mixing(Block):
@@ -88,8 +111,11 @@ class Mixing(Block):
         return output
 
 
-def compare(plan: Callable[[], dict[str, Any]], kind: type[Block], layout: Any, frozen: str) -> tuple[dict[str, float], Counter[str]]:
-    """Largest differences of a divided block from the undivided one, by what differs, and how often each collective ran."""
+def compare(
+    plan: Callable[[], dict[str, Any]], kind: type[Block], layout: Any, frozen: str
+) -> tuple[dict[str, float], Counter[str]]:
+    """Largest differences of a divided block from the undivided one, by what differs, and how often each
+    collective ran."""
     torch.manual_seed(0)
     undivided, divided = kind(), kind()
     divided.load_state_dict(undivided.state_dict())
@@ -112,10 +138,17 @@ def compare(plan: Callable[[], dict[str, Any]], kind: type[Block], layout: Any, 
         output = divided(own)
         output = output.to_local() if isinstance(output, DTensor) else output
         (output * mine(weights)).sum().backward()
-    differences = {"output": _largest(output, mine(undivided(inputs))), "input": _largest(own.grad, mine(expected_input.grad))}
+    differences = {
+        "output": _largest(output, mine(undivided(inputs))),
+        "input": _largest(own.grad, mine(expected_input.grad)),
+    }
     for name, parameter in undivided.named_parameters():
         gradient = divided.get_parameter(name).grad
-        assert (gradient is None) == (parameter.grad is None) == (name == frozen or ("norm" in name and kind is Mixing)), name
+        assert (
+            (gradient is None)
+            == (parameter.grad is None)
+            == (name == frozen or ("norm" in name and kind is Mixing))
+        ), name
         if parameter.grad is not None:
             full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             differences[name] = _largest(full, parameter.grad)
@@ -146,9 +179,21 @@ def counting(calls: Counter[str]) -> Any:
     [
         (whole, Block, Replicate(), "first.bias", {"all_reduce": 2}),
         (whole, Block, Replicate(), "last.weight", {"all_reduce": 2}),
-        (over_the_sequence, Block, Shard(1), "norm.bias", {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}),
+        (
+            over_the_sequence,
+            Block,
+            Shard(1),
+            "norm.bias",
+            {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2},
+        ),
         (alone, Block, Replicate(), "last.bias", {"all_reduce": 3}),
-        (alone_over_the_sequence, Block, Shard(1), "second.weight", {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}),
+        (
+            alone_over_the_sequence,
+            Block,
+            Shard(1),
+            "second.weight",
+            {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3},
+        ),
         (gathered, Mixing, Replicate(), "first.weight", None),
         (mixed, Mixing, Shard(1), "second.bias", None),
         (torchs, Block, Replicate(), "first.bias", None),
@@ -156,7 +201,12 @@ def counting(calls: Counter[str]) -> Any:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_divided_block_computes_as_a_whole_one(
-    pool: WorkerPool, plan: Any, kind: type[Block], layout: Any, frozen: str, collectives: dict[str, int] | None
+    pool: WorkerPool,
+    plan: Any,
+    kind: type[Block],
+    layout: Any,
+    frozen: str,
+    collectives: dict[str, int] | None,
 ) -> None:
     for differences, calls in pool.run(2, compare, plan, kind, layout, frozen):
         assert max(differences.values()) < 2e-5, differences
@@ -166,7 +216,9 @@ def test_a_divided_block_computes_as_a_whole_one(
 def uneven(dimension: int) -> str:
     """Return the error for a sequence that does not divide."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    layer = parallelize_module(nn.Linear(WIDTH, WIDTH), mesh, RowLinear(output_layouts=Shard(dimension)), src_data_rank=None)
+    layer = parallelize_module(
+        nn.Linear(WIDTH, WIDTH), mesh, RowLinear(output_layouts=Shard(dimension)), src_data_rank=None
+    )
     try:
         layer(torch.zeros(1, 5, WIDTH // 2))
     except ValueError as error:
@@ -175,7 +227,10 @@ def uneven(dimension: int) -> str:
 
 
 def test_runs_are_of_one_length(pool: WorkerPool) -> None:
-    assert all("[1, 5, 8] has no 2 equal runs along dimension 1: pad it" in message for message in pool.run(2, uneven, 1))
+    assert all(
+        "[1, 5, 8] has no 2 equal runs along dimension 1: pad it" in message
+        for message in pool.run(2, uneven, 1)
+    )
 
 
 def of_a_step(config: dict[str, Any], batch: dict[str, Any]) -> Counter[str]:
@@ -190,7 +245,8 @@ def of_a_step(config: dict[str, Any], batch: dict[str, Any]) -> Counter[str]:
 
 
 def test_a_micro_batch_sends_as_often_as_it_must(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
-    """One micro-batch more costs two all-reduces a layer each way, one behind the embedding and one before the output layer."""
+    """One micro-batch more costs two all-reduces a layer each way, one behind the embedding and one before
+    the output layer."""
     batch = make_batch(rows=12, length=12, seed=1)
     counts = []
     for rows in (12, 6):

@@ -1,4 +1,5 @@
-"""A rank that shares its parameters with no other computes on them as they are: results to the bit as through ``fully_shard``."""
+"""A rank that shares its parameters with no other computes on them as they are: results to the bit as through
+``fully_shard``."""
 
 from __future__ import annotations
 
@@ -32,11 +33,18 @@ def of_torch() -> dict[str, Any]:
 
 
 def hooks_of(model: Any) -> list[Any]:
-    return [list(hooks.values()) for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    return [
+        list(hooks.values())
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
 
 
-def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradients: bool) -> tuple[list[str], list[bool]]:
-    """What differs between a worker that computes on whole parameters and one that goes through ``fully_shard``; and what must be true."""
+def both_ways(
+    config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradients: bool
+) -> tuple[list[str], list[bool]]:
+    """What differs between a worker that computes on whole parameters and one that goes through
+    ``fully_shard``; and what must be true."""
     outcomes: list[dict[str, Any]] = []
     facts: list[bool] = []
     for stays in (True, False):
@@ -50,8 +58,15 @@ def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradi
         shares = [jobs.my_share(worker, batch) for batch in batches]
         steps = [worker.train(data=share, loss_fn=NLLLoss()) for share in shares]
         logprobs = worker.get_logprobs(data=shares[0])["logprobs"]
-        facts += [hooks_of(backend.model) == before, all(isinstance(value, DTensor) for value in backend.model.parameters())]
-        figures = {f"{key} {number}": torch.tensor(step[key]) for number, step in enumerate(steps) for key in ("global_loss", "grad_norm")}
+        facts += [
+            hooks_of(backend.model) == before,
+            all(isinstance(value, DTensor) for value in backend.model.parameters()),
+        ]
+        figures = {
+            f"{key} {number}": torch.tensor(step[key])
+            for number, step in enumerate(steps)
+            for key in ("global_loss", "grad_norm")
+        }
         outcomes.append({**jobs.full_weights(worker), **figures, "logprobs": logprobs})
         backend.close()
     return differences(*outcomes), facts
@@ -60,11 +75,20 @@ def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradi
 @sampled(2)
 @pytest.mark.parametrize(
     ("layout", "changes", "keeps_gradients"),
-    [("dp1", {}, False), ("tp2", {"recompute": True}, True), ("tp2-sp", {}, False), ("tp2-sp", {"recompute": True}, True)],
+    [
+        ("dp1", {}, False),
+        ("tp2", {"recompute": True}, True),
+        ("tp2-sp", {}, False),
+        ("tp2-sp", {"recompute": True}, True),
+    ],
     ids=str,
 )
 def test_results_are_those_of_fully_shard(
-    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any], keeps_gradients: bool
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    layout: str,
+    changes: dict[str, Any],
+    keeps_gradients: bool,
 ) -> None:
     world, sizes = LAYOUTS["dtensor"][layout]
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
@@ -95,4 +119,7 @@ def test_what_is_shared_copied_or_needs_dtensors_goes_through_fully_shard(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any], expected: bool
 ) -> None:
     world, sizes = LAYOUTS["dtensor"][layout]
-    assert pool.run(world, stays_whole, dtensor_config(tiny_models["qwen2"], **sizes, **changes)) == [expected] * world
+    assert (
+        pool.run(world, stays_whole, dtensor_config(tiny_models["qwen2"], **sizes, **changes))
+        == [expected] * world
+    )

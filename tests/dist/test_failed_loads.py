@@ -1,4 +1,5 @@
-"""Loads of checkpoints that fail: on all ranks alike, and until a load succeeds, no rank uses what may be a mixture of two checkpoints."""
+"""Loads of checkpoints that fail: on all ranks alike, and until a load succeeds, no rank uses what may be a
+mixture of two checkpoints."""
 
 from __future__ import annotations
 
@@ -55,12 +56,18 @@ def error_of(load: Callable[[], None]) -> str:
 
 
 def after_a_failed_load(config: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """What a worker says and does when it has failed to load a damaged checkpoint, and when it has loaded the whole one."""
+    """What a worker says and does when it has failed to load a damaged checkpoint, and when it has loaded the
+    whole one."""
     worker = build(config, init_reference_model=True)
     share, empty = share_of(worker), BatchedDataDict[Any]({})
-    version, before = worker._weights_version, [tensor.detach().clone() for _, tensor in worker.backend.parameters()]
+    version, before = (
+        worker._weights_version,
+        [tensor.detach().clone() for _, tensor in worker.backend.parameters()],
+    )
     facts: dict[str, Any] = {"error": error_of(lambda: worker.load_checkpoint(f"{root}/damaged"))}
-    facts["kept"] = [torch.equal(tensor, old) for (_, tensor), old in zip(worker.backend.parameters(), before, strict=True)]
+    facts["kept"] = [
+        torch.equal(tensor, old) for (_, tensor), old in zip(worker.backend.parameters(), before, strict=True)
+    ]
     facts["newer"] = worker._weights_version > version
     worker.prepare_for_lp_inference()
     worker.prepare_for_training()
@@ -94,7 +101,9 @@ def after_a_failed_load(config: Mapping[str, Any], root: str) -> dict[str, Any]:
 @newest_megatron(backend=["megatron"])
 @sampled(1)
 @pytest.mark.parametrize("backend", CONFIGS)
-def test_nobody_uses_what_a_failed_load_left(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str) -> None:
+def test_nobody_uses_what_a_failed_load_left(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str
+) -> None:
     config = CONFIGS[backend](tiny_models["qwen3"])
     saved = pool.run(2, train_and_save, config, str(tmp_path))
     damaged = tmp_path / "damaged"
@@ -106,10 +115,15 @@ def test_nobody_uses_what_a_failed_load_left(pool: WorkerPool, tiny_models: dict
         assert str(damaged) in rank["error"] and rank["newer"]
         assert not rank["accepted"]
         for name, said in rank["refusals"].items():
-            assert f"loading the checkpoint {damaged} failed" in said and "Fix: load_checkpoint()" in said, (name, said)
+            assert f"loading the checkpoint {damaged} failed" in said and "Fix: load_checkpoint()" in said, (
+                name,
+                said,
+            )
         assert torch.equal(rank["logprobs"], logprobs)
     if backend == "megatron":
-        assert {kept for rank in ranks for kept in rank["kept"]} == {True, False}, "the weights are not a mixture: damage less of the file"
+        assert {kept for rank in ranks for kept in rank["kept"]} == {True, False}, (
+            "the weights are not a mixture: damage less of the file"
+        )
     assert not (tmp_path / "mixture").exists()
 
 
@@ -117,7 +131,9 @@ def load_where_one_host_sees_it(config: Mapping[str, Any], root: str) -> tuple[s
     """The error, and whether the worker still has its version of the weights; it trains on."""
     worker = build(config, init_reference_model=False)
     version = worker._weights_version
-    message = error_of(lambda: worker.load_checkpoint(f"{root}/{'weights' if dist.get_rank() == 0 else 'nowhere'}"))
+    message = error_of(
+        lambda: worker.load_checkpoint(f"{root}/{'weights' if dist.get_rank() == 0 else 'nowhere'}")
+    )
     same = worker._weights_version == version
     worker.train(data=share_of(worker), loss_fn=NLLLoss())
     worker.backend.close()
@@ -137,7 +153,8 @@ def test_a_checkpoint_that_one_host_does_not_see_changes_nothing(
 
 
 def load_with_a_fault(config: Mapping[str, Any], root: str, fault: str) -> str:
-    """The error where one rank alone fails: in putting back the optimizer's state, or in reading its random-number states."""
+    """The error where one rank alone fails: in putting back the optimizer's state, or in reading its
+    random-number states."""
     worker = build(config, init_reference_model=False)
 
     def fails(*_: Any) -> None:
@@ -155,7 +172,9 @@ def load_with_a_fault(config: Mapping[str, Any], root: str, fault: str) -> str:
 
 @newest_megatron(backend=["megatron"])
 @sampled(1)
-@pytest.mark.parametrize(("backend", "fault"), [("megatron", "optimizer"), *((backend, "random") for backend in CONFIGS)])
+@pytest.mark.parametrize(
+    ("backend", "fault"), [("megatron", "optimizer"), *((backend, "random") for backend in CONFIGS)]
+)
 def test_what_one_rank_cannot_put_back_fails_on_all(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str, fault: str
 ) -> None:
@@ -174,8 +193,11 @@ def load_error(config: Mapping[str, Any], directory: str) -> str:
 
 
 @newest_megatron
-def test_weights_that_one_stage_misses_are_named_on_all(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """The last stage alone has an output layer, and Megatron-Core tells that rank alone that the checkpoint of a tied model has none."""
+def test_weights_that_one_stage_misses_are_named_on_all(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The last stage alone has an output layer, and Megatron-Core tells that rank alone that the checkpoint
+    of a tied model has none."""
     pool.run(2, train_and_save, policy_config(tiny_models["qwen2-tied"], tp=2), str(tmp_path))
     divided = policy_config(tiny_models["qwen2"], pp=2, first=1, last=2)
     first, second = pool.run(2, load_error, divided, str(tmp_path / "weights"))

@@ -1,4 +1,5 @@
-"""The gated delta rule shared by context-parallel ranks against one rank: outputs, and gradients of inputs and parameters."""
+"""The gated delta rule shared by context-parallel ranks against one rank: outputs, and gradients of inputs
+and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def mix(starts: tuple[int, ...], chunk: int, dtype: torch.dtype) -> dict[str, An
     share = ContextShare(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     index = share.index(starts)
     given = leaves(starts[-1], dtype)
-    here = {name: (tensor[index] if name in OF_TOKENS else tensor).detach().requires_grad_() for name, tensor in given.items()}
+    here = {
+        name: (tensor[index] if name in OF_TOKENS else tensor).detach().requires_grad_()
+        for name, tensor in given.items()
+    }
     output = mixed_by(here, starts, share)
     return {"output": output.detach(), "index": index, **gradients_of(here, output)}
 
@@ -36,7 +40,9 @@ def mix(starts: tuple[int, ...], chunk: int, dtype: torch.dtype) -> dict[str, An
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize("case", SEQUENCES)
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_ranks_share_sequences_exactly(pool: WorkerPool, world: int, case: str, chunk: int, dtype: torch.dtype) -> None:
+def test_ranks_share_sequences_exactly(
+    pool: WorkerPool, world: int, case: str, chunk: int, dtype: torch.dtype
+) -> None:
     lengths = [2 * world * units for units in SEQUENCES[case]]
     starts = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
     wanted = leaves(starts[-1])
@@ -53,7 +59,9 @@ def test_ranks_share_sequences_exactly(pool: WorkerPool, world: int, case: str, 
                 got[result["index"]] = result[name].double()
         else:
             got = torch.stack([result[name].double() for result in results]).sum(0)
-        error, of_one_rank = ((found.double() - tensor).norm() / tensor.norm() for found in (got, alone[name]))
+        error, of_one_rank = (
+            (found.double() - tensor).norm() / tensor.norm() for found in (got, alone[name])
+        )
         # one rank in float32 rounds gradients by more than 1e-6 too
         bound = 1e-12 if dtype is torch.float64 else max(1e-6, 2 * float(of_one_rank))
         assert error <= bound, f"{name}: {float(error):.1e}, of one rank {float(of_one_rank):.1e}"

@@ -1,4 +1,5 @@
-"""Checkpoints: a run that was saved and loaded, in any layout, goes on exactly as the undisturbed one for several steps."""
+"""Checkpoints: a run that was saved and loaded, in any layout, goes on exactly as the undisturbed one for
+several steps."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def train_and_save(config: Mapping[str, Any], directory: Path) -> dict[str, Any]
     for index, batch in enumerate(BATCHES):
         if index == SAVED_AFTER:
             worker.save_checkpoint(str(directory / "weights"), str(directory / "optimizer"))
-        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
-        measured.append((float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]))
+        result = worker.train(
+            data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss()
+        )
+        measured.append(
+            (float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1])
+        )
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return {"measured": measured[SAVED_AFTER:], "weights": weights}
@@ -45,14 +50,23 @@ def load_and_train(config: Mapping[str, Any], directory: Path, live: bool) -> di
     paths = (str(directory / "weights"), str(directory / "optimizer"))
     if live:
         worker = jobs.build(config, init_reference_model=False)
-        worker.train(data=jobs.my_share(worker, make_batch(8, 9, seed=99), config["train_global_batch_size"]), loss_fn=NLLLoss())
+        worker.train(
+            data=jobs.my_share(worker, make_batch(8, 9, seed=99), config["train_global_batch_size"]),
+            loss_fn=NLLLoss(),
+        )
         worker.load_checkpoint(*paths)
     else:
-        worker = jobs.build(config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False)
+        worker = jobs.build(
+            config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False
+        )
     measured = []
     for batch in BATCHES[SAVED_AFTER:]:
-        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
-        measured.append((float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]))
+        result = worker.train(
+            data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss()
+        )
+        measured.append(
+            (float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1])
+        )
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return {"measured": measured, "weights": weights}
@@ -79,7 +93,12 @@ def model_for(tiny_models: dict[str, Path], family: str, *layouts: dict[str, Any
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "changes"), [case[1:] for case in SAME], ids=[case[0] for case in SAME])
 def test_resume_in_the_same_layout_is_exact(
-    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any], live: bool
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    world: int,
+    changes: dict[str, Any],
+    live: bool,
 ) -> None:
     config = policy_config(model_for(tiny_models, "qwen2-tied", changes), **changes)
     undisturbed = pool.run(world, train_and_save, config, tmp_path)[0]
@@ -93,7 +112,9 @@ def test_resume_in_the_same_layout_is_exact(
 @newest_megatron
 @sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_resume_in_half_precision_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
+def test_resume_in_half_precision_is_exact(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, precision: str
+) -> None:
     """The float32 master weights have to come back, not only what they round to."""
     config = policy_config(tiny_models["qwen3"], tp=2, precision=precision)
     undisturbed = pool.run(2, train_and_save, config, tmp_path)[0]
@@ -115,7 +136,11 @@ OTHER = [
 
 @newest_megatron
 @sampled(1)
-@pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])
+@pytest.mark.parametrize(
+    ("world", "changes", "new_world", "new_changes"),
+    [case[1:] for case in OTHER],
+    ids=[case[0] for case in OTHER],
+)
 def test_resume_in_another_layout(
     pool: WorkerPool,
     tiny_models: dict[str, Path],
@@ -156,17 +181,26 @@ def save_twice(config: Mapping[str, Any], directory: Path) -> str:
     return ""
 
 
-def test_what_is_no_checkpoint_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    assert all("is not a checkpoint" in message for message in pool.run(2, refuse, policy_config(tiny_models["llama"], tp=2), tmp_path))
+def test_what_is_no_checkpoint_is_refused(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    assert all(
+        "is not a checkpoint" in message
+        for message in pool.run(2, refuse, policy_config(tiny_models["llama"], tp=2), tmp_path)
+    )
 
 
-def test_a_checkpoint_of_another_model_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     pool.run(1, train_and_save, policy_config(tiny_models["llama"]), tmp_path)
     message = pool.run(1, refuse, policy_config(tiny_models["qwen3"]), tmp_path / "weights")[0]
     assert "does not hold the weights of this model" in message
 
 
-def test_checkpoints_are_never_overwritten(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoints_are_never_overwritten(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     messages = pool.run(2, save_twice, policy_config(tiny_models["llama"], tp=2), tmp_path / "checkpoint")
     assert all("never overwritten" in message for message in messages)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
@@ -202,19 +236,30 @@ def test_the_state_of_the_other_kind_of_optimizer(
     pool.run(2, train_and_save, config, tmp_path)
     facts = read_model_facts(str(model))
     assert facts is not None
-    assert stored_bytes(tmp_path / "weights") + stored_bytes(tmp_path / "optimizer") == checkpoint_bytes(complete_policy(config), facts)
+    assert stored_bytes(tmp_path / "weights") + stored_bytes(tmp_path / "optimizer") == checkpoint_bytes(
+        complete_policy(config), facts
+    )
     other = policy_config(model, distributed_optimizer=not distributed, precision=precision)
     for message in pool.run(2, load_twice, other, tmp_path):
-        assert f"use_distributed_optimizer = {str(distributed).lower()}, and this one has {str(not distributed).lower()}" in message
+        assert (
+            f"use_distributed_optimizer = {str(distributed).lower()}, and this one has "
+            f"{str(not distributed).lower()}"
+        ) in message
         assert "load the weights alone" in message
 
 
 @newest_megatron
-def test_a_truncated_state_is_refused_on_all_ranks(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_state_is_refused_on_all_ranks(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     """Each rank reads its own share, and only one of them may meet the damage."""
     config = policy_config(tiny_models["qwen2-tied"])
     pool.run(2, train_and_save, config, tmp_path)
     _, file = sorted((tmp_path / "optimizer").glob("*.distcp"))
     os.truncate(file, file.stat().st_size * 3 // 4)
     first, second = pool.run(2, load_twice, config, tmp_path)
-    assert first == second and f"reading the optimizer state of {tmp_path / 'optimizer'} failed" in first and file.name in first
+    assert (
+        first == second
+        and f"reading the optimizer state of {tmp_path / 'optimizer'} failed" in first
+        and file.name in first
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints between drawn layouts: what a layout writes, another one reads and writes again, bit for bit."""
+"""Checkpoints between drawn layouts: what a layout writes, another one reads and writes again, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -21,9 +22,31 @@ from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "qwen3_5_text")
-MIXTURES = ("qwen2_moe_mixed", "qwen3_moe", "mixtral", "glm4_moe_mixed", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next")
+MIXTURES = (
+    "qwen2_moe_mixed",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe_mixed",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+)
 HYBRID = {"qwen3_next", "qwen3_5_text"}
-PLACED = ["tp1", "tp2", "tp2-sp", "pp2", "pp2-uneven", "dp2-overlap", "tp2-pp2", "tp2-dp2", "cp2-tp2-sp", "pp3", "pp2-vpp2", "dp4"]
+PLACED = [
+    "tp1",
+    "tp2",
+    "tp2-sp",
+    "pp2",
+    "pp2-uneven",
+    "dp2-overlap",
+    "tp2-pp2",
+    "tp2-dp2",
+    "cp2-tp2-sp",
+    "pp3",
+    "pp2-vpp2",
+    "dp4",
+]
 PLACED_EXPERTS = [
     *("ep1", "ep2-dp2", "tp2-sp-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "pp2-uneven-ep2"),
     *("cp2-ep2", "pp2-tp2-sp-ep2", "pp3", "pp2-vpp2-ep2", "ep4"),
@@ -44,7 +67,9 @@ def drawn(seed: int) -> tuple[str, str, str, dict[str, Any]]:
         # Megatron-Core does not cut biases of experts
         places = [place.replace("-etp2", "") for place in places]
     # gradients of a gated delta net's norm overflow at the loss scale that float16 begins with
-    precision = draw.choice(("float32", "bfloat16") if family in HYBRID else ("float32", "bfloat16", "float16"))
+    precision = draw.choice(
+        ("float32", "bfloat16") if family in HYBRID else ("float32", "bfloat16", "float16")
+    )
     options = {
         "precision": precision,
         "distributed_optimizer": draw.random() < 0.7,
@@ -81,10 +106,15 @@ def overlap(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 @newest_megatron(case=[MIXED])
 @sampled(3, case=[MIXED])
 @pytest.mark.parametrize("case", [MIXED, *map(drawn, range(40))], ids=str)
-def test_another_layout_writes_the_same_again(pool: WorkerPool, tmp_path: Path, case: tuple[str, str, str, dict[str, Any]]) -> None:
+def test_another_layout_writes_the_same_again(
+    pool: WorkerPool, tmp_path: Path, case: tuple[str, str, str, dict[str, Any]]
+) -> None:
     family, written, read, options = case
     layers = 4 if "vpp" in written + read else 3
-    models = [make_tiny(tmp_path / name, family, tied=False, seed=len(name), layers=layers) for name in ("first", "second")]
+    models = [
+        make_tiny(tmp_path / name, family, tied=False, seed=len(name), layers=layers)
+        for name in ("first", "second")
+    ]
     placed = []
     for model, name in zip(models, (written, read), strict=True):
         world, changes = layout(name)

@@ -1,6 +1,8 @@
-"""Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and router option.
+"""Mixtures of experts on Megatron against one process of plain transformers: every layout, dispatcher and
+router option.
 
-The default tier runs a sample of the layouts with each kind of micro-batch, dispatcher and balancing loss, another with every commit.
+The default tier runs a sample of the layouts with each kind of micro-batch, dispatcher and balancing loss,
+another with every commit.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tests.tiers import newest_megatron, sampled
 
 UNEVEN = {"first": 1, "last": 2}
 OVER = (
-    "ep1 dp2 ep2 ep4 ep2-dp2 tp2-sp tp2-sp-etp2 tp2-sp-ep2 tp2-sp-ep2-dp2 tp2-sp-ep4 tp2-sp-ep2-etp2 etp2 ep2-etp2 pp2-ep2 pp2-vpp2-ep2 "
+    "ep1 dp2 ep2 ep4 ep2-dp2 tp2-sp tp2-sp-etp2 tp2-sp-ep2 tp2-sp-ep2-dp2 tp2-sp-ep4 tp2-sp-ep2-etp2 etp2 "
+    "ep2-etp2 pp2-ep2 pp2-vpp2-ep2 "
     "pp3 cp2-ep2 cp2-ep4 cp2-tp2-sp-ep2 pp2-tp2-sp-ep2"
 )
 LAYOUTS = {name: layout(name, padded=True) for name in OVER.split()}
@@ -54,7 +57,9 @@ def family_for(layout: str, otherwise: str) -> str:
 @sampled(1)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, dispatcher: str) -> None:
+def test_greedy_equals_transformers(
+    pool: WorkerPool, models: dict[str, Path], layout: str, dispatcher: str
+) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "mixtral" if dispatcher == "alltoall" else "qwen3_moe_mixed")]
     batch = prompts(rows=8)
@@ -66,8 +71,11 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
 @newest_megatron
 @sampled(1)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models: dict[str, Path], rows: int) -> None:
-    """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay in step."""
+def test_replicas_that_share_experts_decode_uneven_rows(
+    pool: WorkerPool, models: dict[str, Path], rows: int
+) -> None:
+    """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay
+    in step."""
     batch = {key: value[:rows] for key, value in prompts().items()}
     config = policy_config(models["mixtral"], ep=2)
     alone = tokens_of(pool.run(1, jobs.generate, policy_config(models["mixtral"]), batch, False)[0])
@@ -79,11 +87,17 @@ def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models
 
 @sampled(1)
 @pytest.mark.parametrize("batching", BATCHING)
-def test_a_batch_without_any_real_token_leaves_no_trace(pool: WorkerPool, models: dict[str, Path], batching: str) -> None:
+def test_a_batch_without_any_real_token_leaves_no_trace(
+    pool: WorkerPool, models: dict[str, Path], batching: str
+) -> None:
     """Zero gradient, finite figures, all ranks in step."""
-    config = policy_config(models["mixtral"], ep=2, batching=batching, balancing="aux_loss", aux=0.5, z=0.1, weight_decay=0.0)
+    config = policy_config(
+        models["mixtral"], ep=2, batching=batching, balancing="aux_loss", aux=0.5, z=0.1, weight_decay=0.0
+    )
     batch = {**BATCHES[0], "sample_mask": torch.zeros(8)}
-    before = mixtures.weights_of(mixtures.load(models["mixtral"]), models["mixtral"].parent / f"copy-{batching}")
+    before = mixtures.weights_of(
+        mixtures.load(models["mixtral"]), models["mixtral"].parent / f"copy-{batching}"
+    )
     for result in pool.run(2, jobs.train, config, [batch], NLLLoss()):
         assert result["norms"] == [0.0]
         assert result["metrics"][0]["moe_aux_loss"] == [0.0]
@@ -101,7 +115,9 @@ def export(config: dict[str, Any]) -> dict[str, Tensor]:
 @newest_megatron(layout=NEWEST)
 @sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_export_gives_back_what_was_loaded(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe_mixed")]
     expected = mixtures.weights_of(mixtures.load(model), tmp_path / "expected")
@@ -131,7 +147,9 @@ def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str,
     """Each replica gets a batch of its own, of its own length."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     mine = batches[worker.backend.groups.data_rank]
-    result = worker.get_logprobs(data=BatchedDataDict({key: mine[key] for key in ("input_ids", "input_lengths")}))["logprobs"]
+    result = worker.get_logprobs(
+        data=BatchedDataDict({key: mine[key] for key in ("input_ids", "input_lengths")})
+    )["logprobs"]
     worker.backend.close()
     return result
 
@@ -139,20 +157,29 @@ def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str,
 @newest_megatron
 @sampled(2)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("changes", [{}, {"pp": 2, **UNEVEN}, {"tp": 2, "sp": True, "ep": 4}], ids=["ep2", "pp2-ep2", "tp2-sp-ep4"])
-def test_replicas_of_unequal_lengths(pool: WorkerPool, models: dict[str, Path], dispatcher: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"pp": 2, **UNEVEN}, {"tp": 2, "sp": True, "ep": 4}], ids=["ep2", "pp2-ep2", "tp2-sp-ep4"]
+)
+def test_replicas_of_unequal_lengths(
+    pool: WorkerPool, models: dict[str, Path], dispatcher: str, changes: dict[str, Any]
+) -> None:
     """Ranks that share experts bring different numbers of tokens."""
     batches = [make_batch(rows=5, length=length, seed=length) for length in (18, 8)]
-    config = policy_config(models["mixtral"], dispatcher=dispatcher, logprob_batch_size=2, **{"ep": 2, **changes})
+    config = policy_config(
+        models["mixtral"], dispatcher=dispatcher, logprob_batch_size=2, **{"ep": 2, **changes}
+    )
     world = 2 * changes.get("pp", 1) * changes.get("tp", 1)
     results = pool.run(world, logprobs_of_unequal_replicas, config, batches)
     for rank, result in enumerate(results):
         replica = (rank // changes.get("tp", 1)) % 2
-        torch.testing.assert_close(result, mixtures.logprobs(models["mixtral"], batches[replica], 1.0), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            result, mixtures.logprobs(models["mixtral"], batches[replica], 1.0), atol=1e-5, rtol=0
+        )
 
 
 def reference_logprobs(config: dict[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Log-probabilities before training, and after it those of the reference policy and of the policy itself."""
+    """Log-probabilities before training, and after it those of the reference policy and of the policy
+    itself."""
     worker = jobs.build(config)
     mine = jobs.my_share(worker, batch)
     before = worker.get_logprobs(data=mine)["logprobs"]
@@ -169,9 +196,13 @@ def reference_logprobs(config: dict[str, Any], batch: dict[str, Tensor]) -> dict
 @newest_megatron(layout=["tp2-sp-ep2-etp2"])
 @sampled(1)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "pp2-ep2"])
-def test_reference_policy_and_offload_hold_for_experts(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
+def test_reference_policy_and_offload_hold_for_experts(
+    pool: WorkerPool, models: dict[str, Path], layout: str
+) -> None:
     world, changes = LAYOUTS[layout]
-    for result in pool.run(world, reference_logprobs, policy_config(models["mixtral"], lr=0.05, **changes), BATCHES[0]):
+    for result in pool.run(
+        world, reference_logprobs, policy_config(models["mixtral"], lr=0.05, **changes), BATCHES[0]
+    ):
         assert torch.equal(result["reference"], result["before"])
         assert torch.equal(result["again"], result["after"])
         assert not torch.equal(result["after"], result["before"])
@@ -199,10 +230,15 @@ ROUTERS = ["trained", "frozen"]
 @sampled(1)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("written", "read"), CHECKPOINTS)
-def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, router: str) -> None:
+def test_resume(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, router: str
+) -> None:
     model = models["qwen3_moe_four" if "vpp" in written else "qwen3_moe_mixed"]
     options = {"freeze_router": router == "frozen", "balancing": "aux_loss", "aux": 0.1}
-    before, after = ((world, policy_config(model, **options, **changes)) for world, changes in (LAYOUTS[written], LAYOUTS[read]))
+    before, after = (
+        (world, policy_config(model, **options, **changes))
+        for world, changes in (LAYOUTS[written], LAYOUTS[read])
+    )
     check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
 
 
@@ -210,7 +246,8 @@ def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, writt
 @sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
-    """The balancing loss is scaled as the main loss is: its share of the first gradient norm is that of float32."""
+    """The balancing loss is scaled as the main loss is: its share of the first gradient norm is that of
+    float32."""
     norms = {}
     for name in ("float32", precision):
         config = policy_config(models["mixtral"], ep=2, precision=name, balancing="aux_loss", aux=3.0)

@@ -1,4 +1,5 @@
-"""Checkpoints of gated delta nets in Megatron's GPT layers, and generation with them; that they train is in ``test_training.py``."""
+"""Checkpoints of gated delta nets in Megatron's GPT layers, and generation with them; that they train is in
+``test_training.py``."""
 
 from __future__ import annotations
 
@@ -33,17 +34,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     root = tmp_path_factory.mktemp("hybrids")
-    return {layers: make_tiny(root / str(layers), "qwen3_next_dense", tied=False, seed=66, layers=layers) for layers in (3, 4)}
+    return {
+        layers: make_tiny(root / str(layers), "qwen3_next_dense", tied=False, seed=66, layers=layers)
+        for layers in (3, 4)
+    }
 
 
 @slow
 @newest_megatron
-@pytest.mark.parametrize(("written", "read"), [("tp2-sp", "tp2-sp"), ("pp2", "tp2-sp"), ("tp2", "cp2"), ("cp2-tp2-sp", "tp1")])
+@pytest.mark.parametrize(
+    ("written", "read"), [("tp2-sp", "tp2-sp"), ("pp2", "tp2-sp"), ("tp2", "cp2"), ("cp2-tp2-sp", "tp1")]
+)
 def test_resume(pool: WorkerPool, models: dict[int, Path], tmp_path: Path, written: str, read: str) -> None:
-    """From another model where the layout is another one, so that all of it has to come from the checkpoint."""
-    other = models[3] if written == read else make_tiny(tmp_path / "other", "qwen3_next_dense", tied=False, seed=67)
+    """From another model where the layout is another one, so that all of it has to come from the
+    checkpoint."""
+    other = (
+        models[3]
+        if written == read
+        else make_tiny(tmp_path / "other", "qwen3_next_dense", tied=False, seed=67)
+    )
     (world, changes), (new_world, new_changes) = LAYOUTS[written], LAYOUTS[read]
-    before, after = (world, policy_config(models[3], **changes)), (new_world, policy_config(other, **new_changes))
+    before, after = (
+        (world, policy_config(models[3], **changes)),
+        (new_world, policy_config(other, **new_changes)),
+    )
     check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
 
 
@@ -63,7 +77,9 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[int, Path], l
 @sampled(2)
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "cp2-tp2-sp", "pp2"])
-def test_log_probabilities_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, family: str, layout: str) -> None:
+def test_log_probabilities_are_those_of_transformers(
+    pool: WorkerPool, tmp_path: Path, family: str, layout: str
+) -> None:
     """Of rows of many lengths, packed where the layout packs, as transformers computes each by itself."""
     model = make_tiny(tmp_path / "model", family, tied=False, seed=72)
     world, changes = LAYOUTS[layout]

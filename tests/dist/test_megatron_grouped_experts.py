@@ -1,4 +1,5 @@
-"""Experts in grouped products against Megatron's loop over them, to the bit, and against one process of plain transformers."""
+"""Experts in grouped products against Megatron's loop over them, to the bit, and against one process of plain
+transformers."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ PLACED = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("grouped")
-    return {family: make_tiny(root / family, family, tied=False, seed=17, **WIDE) for family in ("mixtral", "gpt_oss")}
+    return {
+        family: make_tiny(root / family, family, tied=False, seed=17, **WIDE)
+        for family in ("mixtral", "gpt_oss")
+    }
 
 
 def train_and_count(config: dict[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any) -> dict[str, Any]:
-    """As ``jobs.train``; ``calls``: of the grouped product, of it with weights that are seen in Megatron's buffers, and of buffers of
-    gradients that all are added to at once."""
+    """As ``jobs.train``; ``calls``: of the grouped product, of it with weights that are seen in Megatron's
+    buffers, and of buffers of gradients that all are added to at once."""
     calls: Counter[str] = Counter()
     product, view = grouped_experts.grouped_mm, grouped_experts.shared_view
 
@@ -52,14 +56,26 @@ def train_and_count(config: dict[str, Any], batches: list[dict[str, Tensor]], lo
         calls["views" if found is not None else "copies"] += 1
         return found
 
-    with mock.patch.object(grouped_experts, "grouped_mm", counted), mock.patch.object(grouped_experts, "shared_view", seen):
+    with (
+        mock.patch.object(grouped_experts, "grouped_mm", counted),
+        mock.patch.object(grouped_experts, "shared_view", seen),
+    ):
         return {**jobs.train(config, batches, loss_fn), "calls": calls}
 
 
-def check_equal(pool: WorkerPool, world: int, model: Path, options: dict[str, Any], *, exactly: bool = True) -> None:
-    """Losses and weights; without clipping, because the norm of the gradient is summed up in another order."""
+def check_equal(
+    pool: WorkerPool, world: int, model: Path, options: dict[str, Any], *, exactly: bool = True
+) -> None:
+    """Losses and weights; without clipping, because the norm of the gradient is summed up in another
+    order."""
     loop, grouped = (
-        pool.run(world, train_and_count, policy_config(model, mbs=2, clip=0.0, grouped=chosen, **options), BATCHES, NLLLoss())[0]
+        pool.run(
+            world,
+            train_and_count,
+            policy_config(model, mbs=2, clip=0.0, grouped=chosen, **options),
+            BATCHES,
+            NLLLoss(),
+        )[0]
         for chosen in (None, True)
     )
     assert not loop["calls"] and grouped["calls"]["products"] > 0
@@ -75,7 +91,9 @@ def check_equal(pool: WorkerPool, world: int, model: Path, options: dict[str, An
 @newest_megatron(layout=["tp2-sp-ep2-etp2"])
 @sampled(1)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher"), PLACED)
-def test_training_equals_the_loop(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
+def test_training_equals_the_loop(
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str
+) -> None:
     world, changes = LAYOUTS[layout]
     check_equal(pool, world, models["mixtral"], {"batching": batching, "dispatcher": dispatcher, **changes})
 
@@ -101,19 +119,29 @@ def test_experts_with_biases_equal_transformers(pool: WorkerPool, models: dict[s
 @pytest.mark.parametrize("layout", ["ep1", "ep2"])
 def test_mixtures_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
-    config = policy_config(models["mixtral"], mbs=2, grouped=True, batching="packed", balancing="aux_loss", aux=0.7, **changes)
+    config = policy_config(
+        models["mixtral"], mbs=2, grouped=True, batching="packed", balancing="aux_loss", aux=0.7, **changes
+    )
     check_training(pool, world, models["mixtral"], config, NLLLoss())
 
 
 @slow
 @newest_megatron
 @sampled(1)
-@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}, {"overlap": True}], ids=["sharded", "plain", "overlap"])
-def test_a_run_goes_on_with_the_other_kind(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
-    """Each reads the checkpoint of the other, weights and optimizer, and ends with the same weights to the bit."""
+@pytest.mark.parametrize(
+    "options", [{}, {"distributed_optimizer": False}, {"overlap": True}], ids=["sharded", "plain", "overlap"]
+)
+def test_a_run_goes_on_with_the_other_kind(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Each reads the checkpoint of the other, weights and optimizer, and ends with the same weights to the
+    bit."""
     for written, read in ((None, True), (True, None)):
         directory = tmp_path / str(written)
-        configs = {kind: policy_config(models["mixtral"], ep=2, clip=0.0, grouped=kind, **options) for kind in (written, read)}
+        configs = {
+            kind: policy_config(models["mixtral"], ep=2, clip=0.0, grouped=kind, **options)
+            for kind in (written, read)
+        }
         undisturbed = pool.run(2, train_and_save, configs[written], directory)[0]
         resumed = pool.run(2, load_and_train, configs[read], directory, False)[0]
         torch.testing.assert_close(resumed["measured"], undisturbed["measured"], atol=0.0, rtol=1e-6)

@@ -1,4 +1,5 @@
-"""Megatron-Core's HybridModel in the place of its GPTModel: the same steps to the bit, of the same weights, from the same checkpoints."""
+"""Megatron-Core's HybridModel in the place of its GPTModel: the same steps to the bit, of the same weights,
+from the same checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +37,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-tp2": (2, {"ep": 2, "tp": 2, "sp": True, "multiple": 2}),
 }
 DENSE = ("llama", "qwen2-tied", "qwen3")
-OTHERS = ("mistral_window", "gpt_oss", "qwen3_moe_mixed", "glm4_moe_mixed", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+OTHERS = (
+    "mistral_window",
+    "gpt_oss",
+    "qwen3_moe_mixed",
+    "glm4_moe_mixed",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 CASES = [
-    *((family, layout) for family in DENSE for layout in ("one", "tp2-sp", "cp2", "pp2", "pp2-vpp2", "pp2-drawn", "dp2-recompute")),
+    *(
+        (family, layout)
+        for family in DENSE
+        for layout in ("one", "tp2-sp", "cp2", "pp2", "pp2-vpp2", "pp2-drawn", "dp2-recompute")
+    ),
     *((family, layout) for family in OTHERS for layout in ("one", "tp2-sp", "cp2", "pp2", "pp2-vpp2")),
     *((family, "ep2-tp2") for family in OTHERS if "moe" in family),
 ]
@@ -56,7 +69,10 @@ def made(
 def built(config: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     """Of each chunk the name of its class, and the numbers of its layers."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
-    found = [(type(stage).__name__, [layer.layer_number for layer in stage.decoder.layers]) for stage in worker.backend.stages]
+    found = [
+        (type(stage).__name__, [layer.layer_number for layer in stage.decoder.layers])
+        for stage in worker.backend.stages
+    ]
     worker.backend.close()
     return found
 
@@ -73,14 +89,19 @@ def built_without_gpt(config: Mapping[str, Any]) -> Any:
 
 @newest_megatron
 def test_a_class_that_is_not_there_is_refused(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
-    configs = {name: policy_config(tiny_models["qwen3"], model_class=name) for name in ("gpt", "hybrid", None)}
+    configs = {
+        name: policy_config(tiny_models["qwen3"], model_class=name) for name in ("gpt", "hybrid", None)
+    }
     if HAS_HYBRID:
         (said,) = pool.run(1, built_without_gpt, configs["gpt"])
         lacks, fix = "GPTModel", "write hybrid or null"
         assert pool.run(1, built_without_gpt, configs[None]) == [[("LayeredModel", [1, 1, 2, 2, 3, 3])]]
     else:
         (said,) = pool.run(1, jobs.build_error, configs["hybrid"])
-        lacks, fix = "HybridModel", "write gpt or null, or install megatron-core 0.19.2 or newer, for Python 3.12"
+        lacks, fix = (
+            "HybridModel",
+            "write gpt or null, or install megatron-core 0.19.2 or newer, for Python 3.12",
+        )
     assert said.startswith("ConfigError") and "policy.megatron_cfg.model_class = " in said, said
     assert f"Megatron-Core {megatron.core.__version__} has no {lacks}. Fix: {fix}" in said
     assert pool.run(1, built, configs[None]) == [[("GPTModel", [1, 2, 3])]]
@@ -92,7 +113,9 @@ def test_a_class_that_is_not_there_is_refused(pool: WorkerPool, tiny_models: dic
 def test_layers_are_halves(pool: WorkerPool, model_of: Callable[[str], Path]) -> None:
     world, _, config = made(model_of, "qwen3", "pp2-vpp2")
     found = pool.run(world, built, config)
-    assert found == [[("LayeredModel", [layer, layer]), ("LayeredModel", [layer + 2, layer + 2])] for layer in (1, 2)]
+    assert found == [
+        [("LayeredModel", [layer, layer]), ("LayeredModel", [layer + 2, layer + 2])] for layer in (1, 2)
+    ]
 
 
 @on_hybrid
@@ -100,7 +123,9 @@ def test_layers_are_halves(pool: WorkerPool, model_of: Callable[[str], Path]) ->
 @newest_megatron
 @sampled("values")
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_log_probabilities_are_those_of_transformers(pool: WorkerPool, model_of: Callable[[str], Path], family: str, layout: str) -> None:
+def test_log_probabilities_are_those_of_transformers(
+    pool: WorkerPool, model_of: Callable[[str], Path], family: str, layout: str
+) -> None:
     world, model, config = made(model_of, family, layout)
     batch = make_batch(rows=8, length=14, seed=4)
     expected = (mixtures.logprobs if family in OTHERS else reference.logprobs_of)(model, batch, 1.0)
@@ -116,11 +141,16 @@ def test_log_probabilities_are_those_of_transformers(pool: WorkerPool, model_of:
 def test_a_checkpoint_of_gptmodel_goes_on_to_the_bit(
     pool: WorkerPool, model_of: Callable[[str], Path], tmp_path: Path, family: str, layout: str
 ) -> None:
-    """And so do the steps before it: losses, gradient norms and weights are those of GPTModel, which goes on from its checkpoints too."""
+    """And so do the steps before it: losses, gradient norms and weights are those of GPTModel, which goes on
+    from its checkpoints too."""
     world, _, config = made(model_of, family, layout, "gpt")
     *_, other = made(model_of, family, layout)
     of_gpt = pool.run(world, train_and_save, config, tmp_path / "gpt")[0]
-    for run, given, directory in ((load_and_train, other, "gpt"), (train_and_save, other, "hybrid"), (load_and_train, config, "hybrid")):
+    for run, given, directory in (
+        (load_and_train, other, "gpt"),
+        (train_and_save, other, "hybrid"),
+        (load_and_train, config, "hybrid"),
+    ):
         more = (False,) if run is load_and_train else ()
         found = pool.run(world, run, given, tmp_path / directory, *more)[0]
         assert found["measured"] == of_gpt["measured"], (run.__name__, directory)
@@ -133,20 +163,28 @@ def test_a_checkpoint_of_gptmodel_goes_on_to_the_bit(
 @sampled(4)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2", "pp2-vpp2"])
-def test_greedy_equals_transformers(pool: WorkerPool, model_of: Callable[[str], Path], family: str, layout: str) -> None:
+def test_greedy_equals_transformers(
+    pool: WorkerPool, model_of: Callable[[str], Path], family: str, layout: str
+) -> None:
     world, model, config = made(model_of, family, layout)
     config["generation"]["stop_token_ids"] = []
-    check_generated(pool, world, config, prompts(rows=8), True, transformers_greedy(model, prompts(rows=8), 8, []))
+    check_generated(
+        pool, world, config, prompts(rows=8), True, transformers_greedy(model, prompts(rows=8), 8, [])
+    )
 
 
 @on_hybrid
 @slow
 @newest_megatron
-def test_sums_and_norms_in_one_are_those_of_gptmodel(pool: WorkerPool, model_of: Callable[[str], Path]) -> None:
+def test_sums_and_norms_in_one_are_those_of_gptmodel(
+    pool: WorkerPool, model_of: Callable[[str], Path]
+) -> None:
     """As they are on GPUs, run operation by operation here."""
     found = []
     for model_class in ("gpt", "hybrid"):
         world, _, config = made(model_of, "qwen3", "one", model_class)
-        found += pool.run(world, jobs.train_with_fusions, config, [make_batch(rows=8, length=12, seed=1)], NLLLoss())
+        found += pool.run(
+            world, jobs.train_with_fusions, config, [make_batch(rows=8, length=12, seed=1)], NLLLoss()
+        )
     assert found[0]["losses"] == found[1]["losses"] and found[0]["norms"] == found[1]["norms"]
     check_equal(found[1]["weights"], found[0]["weights"])

@@ -1,7 +1,8 @@
-"""Attention of DeepSeek-V3, which goes through latent vectors, without experts; that it trains is in ``test_training.py``.
+"""Attention of DeepSeek-V3, which goes through latent vectors, without experts; that it trains is in
+``test_training.py``.
 
-Queries and keys are wider than values, a part of every key is one for all heads, and YaRN also scales the scores; the sequences are longer
-than the length that it was scaled from.
+Queries and keys are wider than values, a part of every key is one for all heads, and YaRN also scales the
+scores; the sequences are longer than the length that it was scaled from.
 """
 
 from __future__ import annotations
@@ -78,4 +79,6 @@ def test_layers_that_predict_further_are_left_out_aloud(pool: WorkerPool, tmp_pa
     for weights, _ in results:
         check_equal(weights, expected)
     # by one rank
-    assert ["1 layers that predict further tokens" in text for _, warnings in results for text in warnings].count(True) == 1
+    assert [
+        "1 layers that predict further tokens" in text for _, warnings in results for text in warnings
+    ].count(True) == 1

@@ -1,5 +1,6 @@
-"""Models for which Megatron-Core's own constructors have no arguments, against one process of plain transformers: llama3 rope scaling with
-other bounds than Llama 3's, one expert a token with the weight 1, experts whose width the tensor-parallel ranks do not divide."""
+"""Models for which Megatron-Core's own constructors have no arguments, against one process of plain
+transformers: llama3 rope scaling with other bounds than Llama 3's, one expert a token with the weight 1,
+experts whose width the tensor-parallel ranks do not divide."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def test_the_frequencies_are_of_all_three_kinds(models: dict[str, Path]) -> None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / 5000.0 ** (torch.arange(0, 10, 2) / 10)
     ratio = (plain / scaled).tolist()
-    assert any(value == 1 for value in ratio) and any(value == 4 for value in ratio) and any(1.01 < value < 3.99 for value in ratio)
+    assert (
+        any(value == 1 for value in ratio)
+        and any(value == 4 for value in ratio)
+        and any(1.01 < value < 3.99 for value in ratio)
+    )
 
 
 def check_logprobs_equal_transformers(pool: WorkerPool, model: Path, layout: str) -> None:
@@ -89,7 +94,9 @@ def test_other_llama3_scaling_generates(pool: WorkerPool, models: dict[str, Path
 @sampled(3)
 @pytest.mark.parametrize("layout", ["tp2-sp", "ep2-dp2"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "odd", "odd-mixed"])
-def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], name: str, layout: str) -> None:
+def test_mixtures_log_probabilities(
+    pool: WorkerPool, models: dict[str, Path], name: str, layout: str
+) -> None:
     check_logprobs_equal_transformers(pool, models[name], layout)
 
 
@@ -98,7 +105,8 @@ def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], n
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        # the weight 1 teaches the router nothing; what transformers leaves of that zero by rounding Adam would make as large as any step
+        # the weight 1 teaches the router nothing; what transformers leaves of that zero by rounding Adam
+        # would make as large as any step
         ("mixtral", {"freeze_router": True}),
         ("mixtral", {"balancing": "aux_loss", "aux": 0.7, "z": 0.3}),
         ("qwen3_moe", {"balancing": "seq_aux_loss", "aux": 0.5}),
@@ -107,7 +115,9 @@ def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], n
     ],
     ids=str,
 )
-def test_mixtures_train(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], layout: str) -> None:
+def test_mixtures_train(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], layout: str
+) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(models[name], mbs=2, clip=0.5, **changes, **options)
     mixtures.check_training(pool, world, models[name], config, NLLLoss())
@@ -115,7 +125,9 @@ def test_mixtures_train(pool: WorkerPool, models: dict[str, Path], tmp_path: Pat
 
 @sampled(1)
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_a_router_with_the_weight_one_gets_no_gradient(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, dispatcher: str) -> None:
+def test_a_router_with_the_weight_one_gets_no_gradient(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, dispatcher: str
+) -> None:
     before = mixtures.weights_of(mixtures.load(models["mixtral"]), tmp_path / "before")
     config = policy_config(models["mixtral"], ep=2, weight_decay=0.0, dispatcher=dispatcher)
     for result in pool.run(2, jobs.train, config, [make_batch(rows=8, length=12, seed=1)] * 2, NLLLoss()):

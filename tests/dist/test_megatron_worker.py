@@ -1,4 +1,5 @@
-"""What MegatronPolicyWorker alone does: SGD, schedules, shards of the vocabulary, moves of its optimizer, calls in wrong states, no Ray."""
+"""What MegatronPolicyWorker alone does: SGD, schedules, shards of the vocabulary, moves of its optimizer,
+calls in wrong states, no Ray."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
 
-def sgd_reference(model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+def sgd_reference(
+    model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]]
+) -> tuple[list[float], dict[str, Tensor]]:
     trainer = reference.ReferenceTrainer(reference.load(model), config)
-    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in trainer.optimizer.param_groups]
-    trainer.optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config["megatron_cfg"]["optimizer"]["sgd_momentum"])
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in trainer.optimizer.param_groups
+    ]
+    trainer.optimizer = torch.optim.SGD(
+        groups, lr=1.0, momentum=config["megatron_cfg"]["optimizer"]["sgd_momentum"]
+    )
     losses = [trainer.step(batch, NLLLoss())[0] for batch in batches]
     return losses, dict(trainer.model.state_dict())
 
@@ -46,7 +54,9 @@ def test_sgd(pool: WorkerPool, tiny_models: dict[str, Path], momentum: float) ->
             torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
-def schedule_by_formula(call: int, style: str, warmup: int, decay: int, init: float, peak: float, low: float) -> float:
+def schedule_by_formula(
+    call: int, style: str, warmup: int, decay: int, init: float, peak: float, low: float
+) -> float:
     """Megatron's documented schedules, counted in train() calls."""
     if warmup and call <= warmup:
         return init + (peak - init) * call / warmup
@@ -65,7 +75,9 @@ def schedule_by_formula(call: int, style: str, warmup: int, decay: int, init: fl
 @sampled(3)
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
-def test_schedule_follows_the_formulas(pool: WorkerPool, tiny_models: dict[str, Path], style: str, warmup: int) -> None:
+def test_schedule_follows_the_formulas(
+    pool: WorkerPool, tiny_models: dict[str, Path], style: str, warmup: int
+) -> None:
     config = policy_config(tiny_models["qwen3"], lr=8e-3)
     config["megatron_cfg"]["optimizer"]["min_lr"] = 1e-3
     growth = "constant" if style == "constant" else "cosine" if style == "cosine" else "linear"
@@ -103,7 +115,8 @@ SAMPLINGS = {
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_shards_equal_float64(pool: WorkerPool, world: int, sampling: SamplingSettings) -> None:
-    """Five tokens over four ranks of two columns: the third has one column of padding, the fourth nothing else."""
+    """Five tokens over four ranks of two columns: the third has one column of padding, the fourth nothing
+    else."""
     columns, size = {2: (6, 5), 4: (8, 5)}[world]
     logits = torch.randn(9, columns, generator=torch.Generator().manual_seed(world)) * 6
     logits[:, size:] = torch.tensor([float("nan"), float("inf"), -float("inf")])[: columns - size]
@@ -126,13 +139,17 @@ def test_entropies_of_vocabulary_shards_equal_float64(pool: WorkerPool, world: i
     """The same shards of five tokens, in float64: of four ranks one has padding, the last nothing else."""
     columns, size = {2: (6, 5), 4: (8, 5)}[world]
     logits = torch.randn(9, columns, generator=torch.Generator().manual_seed(world), dtype=torch.float64) * 6
-    logits[:, size:] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.float64)[: columns - size]
+    logits[:, size:] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.float64)[
+        : columns - size
+    ]
     logits[4, 0] = -float("inf")
     targets = torch.tensor([0, 1, 2, 3, 4, 4, 0, 2, 3])
     for sampling in SAMPLINGS.values():
         exact = logits[:, :size].clone().requires_grad_()
         given = exact, targets, sampling
-        expected = torch.stack([kept_tokens.expected_logprobs(*given), kept_tokens.expected_entropies(*given)])
+        expected = torch.stack(
+            [kept_tokens.expected_logprobs(*given), kept_tokens.expected_entropies(*given)]
+        )
         (expected * torch.arange(1, 19).view(2, 9)).sum().backward()
         results = pool.run(world, worker_jobs.shard_of_logits, logits, targets, size, sampling, True)
         for values, _ in results:
@@ -156,26 +173,43 @@ def test_a_vocabulary_shard_of_forbidden_tokens_alone(pool: WorkerPool) -> None:
 @newest_megatron(precision=["bfloat16"])
 @sampled(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("world", "changes"), [(2, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})])
+@pytest.mark.parametrize(
+    ("world", "changes"), [(2, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})]
+)
 def test_noise_reaches_all_copies_and_the_optimizer(
     pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any], precision: str
 ) -> None:
-    config = policy_config(tiny_models["qwen2-tied"], lr=1e-9, weight_decay=0.0, precision=precision, **changes)
+    config = policy_config(
+        tiny_models["qwen2-tied"], lr=1e-9, weight_decay=0.0, precision=precision, **changes
+    )
     for result in pool.run(world, worker_jobs.add_noise, config, make_batch(8, 9, seed=0)):
         assert result["agree"]
-        difference = torch.cat([(result["noisy"][name] - tensor).float().flatten() for name, tensor in result["clean"].items()])
-        assert float(difference.std()) == pytest.approx(0.01, rel=0.05) and abs(float(difference.mean())) < 1e-3
+        difference = torch.cat(
+            [(result["noisy"][name] - tensor).float().flatten() for name, tensor in result["clean"].items()]
+        )
+        assert (
+            float(difference.std()) == pytest.approx(0.01, rel=0.05) and abs(float(difference.mean())) < 1e-3
+        )
         for name, tensor in result["noisy"].items():
-            torch.testing.assert_close(result["trained"][name].float(), tensor.float(), atol=1e-5, rtol=1e-5, msg=name)
+            torch.testing.assert_close(
+                result["trained"][name].float(), tensor.float(), atol=1e-5, rtol=1e-5, msg=name
+            )
 
 
 @newest_megatron
 @sampled(1)
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
+@pytest.mark.parametrize(
+    ("world", "changes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})]
+)
 def test_small_methods_and_wrong_states(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any]
 ) -> None:
-    results = pool.run(world, worker_jobs.small_methods, policy_config(tiny_models["qwen3"], **changes), str(tmp_path / "taken"))
+    results = pool.run(
+        world,
+        worker_jobs.small_methods,
+        policy_config(tiny_models["qwen3"], **changes),
+        str(tmp_path / "taken"),
+    )
     for rank, result in enumerate(results):
         answers, errors = result["answers"], result["errors"]
         assert answers["repr"] == f"MegatronPolicyWorker[rank={rank}]" and answers["alive"] is True
@@ -189,7 +223,9 @@ def test_small_methods_and_wrong_states(
         assert "exists" in errors["export"]
         for name in errors:
             if name.endswith(("refit", "offloaded")):
-                assert errors[name].startswith("StateError") and "call prepare_for" in errors[name], f"{name}: {errors[name]}"
+                assert errors[name].startswith("StateError") and "call prepare_for" in errors[name], (
+                    f"{name}: {errors[name]}"
+                )
     assert len({result["answers"]["device"] for result in results}) == world
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
@@ -201,17 +237,27 @@ def test_small_methods_and_wrong_states(
 def test_moving_the_optimizer_leaves_the_model_where_it_is(
     pool: WorkerPool, tiny_models: dict[str, Path], precision: str, distributed_optimizer: bool
 ) -> None:
-    """Moving gives every moved tensor new memory, so that what was moved shows; and training goes on as if nothing had happened."""
-    config = policy_config(tiny_models["qwen3"], precision=precision, distributed_optimizer=distributed_optimizer)
+    """Moving gives every moved tensor new memory, so that what was moved shows; and training goes on as if
+    nothing had happened."""
+    config = policy_config(
+        tiny_models["qwen3"], precision=precision, distributed_optimizer=distributed_optimizer
+    )
     assert pool.run(2, worker_jobs.move_optimizer_between_steps, config, make_batch(8, 9, seed=0)) == [[], []]
 
 
 @sampled(1)
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})])
-def test_a_loss_may_report_itself(pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any]) -> None:
-    """Metrics that are the loss tensor itself, or still carry a graph, keep their value through a pipeline schedule."""
+@pytest.mark.parametrize(
+    ("world", "changes"), [(1, {}), (2, {"pp": 2, "first": 1, "last": 2}), (2, {"tp": 2})]
+)
+def test_a_loss_may_report_itself(
+    pool: WorkerPool, tiny_models: dict[str, Path], world: int, changes: dict[str, Any]
+) -> None:
+    """Metrics that are the loss tensor itself, or still carry a graph, keep their value through a pipeline
+    schedule."""
     config = policy_config(tiny_models["qwen3"], **changes)
-    for result in pool.run(world, worker_jobs.train_and_look, config, [make_batch(8, 9, seed=0)], worker_jobs.SelfReportingLoss()):
+    for result in pool.run(
+        world, worker_jobs.train_and_look, config, [make_batch(8, 9, seed=0)], worker_jobs.SelfReportingLoss()
+    ):
         (outcome,) = result["results"]
         metrics = outcome["all_mb_metrics"]
         assert sum(metrics["loss"]) == pytest.approx(float(outcome["global_loss"]), rel=1e-5)
@@ -227,11 +273,15 @@ def test_a_worker_that_only_reads(pool: WorkerPool, tiny_models: dict[str, Path]
 
 
 @newest_megatron
-def test_a_constructor_that_fails_takes_its_redirection_back(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_constructor_that_fails_takes_its_redirection_back(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     for file in tiny_models["qwen3"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 52', '"intermediate_size": 56'))
+    (tmp_path / "config.json").write_text(
+        config.replace('"intermediate_size": 52', '"intermediate_size": 56')
+    )
     assert pool.run(1, worker_jobs.build_of_nothing, policy_config(tmp_path)) == [True]
 
 
@@ -258,16 +308,34 @@ worker.shutdown()
 @slow
 @newest_megatron
 def test_torchrun_needs_no_ray(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Two processes start under torchrun, which takes twenty seconds: nothing else shows that a worker needs no Ray."""
+    """Two processes start under torchrun, which takes twenty seconds: nothing else shows that a worker needs
+    no Ray."""
     import json
 
     script, output = tmp_path / "script.py", tmp_path / "losses.json"
     script.write_text(SCRIPT)
     model = tiny_models["qwen3"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(model), str(output)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "MEGARL_DEVICE": "cpu",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+        str(model),
+        str(output),
+    ]
     with open(tmp_path / "log", "w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        ).returncode
     assert code == 0, (tmp_path / "log").read_text()[-4000:]
     batch = make_batch(8, 12, seed=1)
     trainer = reference.ReferenceTrainer(reference.load(model), policy_config(model))

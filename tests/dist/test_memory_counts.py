@@ -1,4 +1,5 @@
-"""Bytes that a worker allocates, counted: what a save and a load of the optimizer need beside the model, and what a backward pass keeps."""
+"""Bytes that a worker allocates, counted: what a save and a load of the optimizer need beside the model, and
+what a backward pass keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.dist.batches import make_batch
 from tests.dist.counted_memory import MEBIBYTE, Allocations, saved_for_backward
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, peaks_of_steps, save_and_count
+from tests.dist.memory_jobs import (
+    kept_for_backward,
+    load_and_count,
+    load_weights_and_count,
+    peaks_of_steps,
+    save_and_count,
+)
 from tests.dist.save_jobs import differences, files_of, largest_piece
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron, sampled
@@ -89,7 +96,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_save_takes_a_piece(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_a_save_takes_a_piece(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
     """On every rank, what it writes of one tensor, and nothing of what the others write."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
@@ -106,7 +115,9 @@ def test_a_save_takes_a_piece(pool: WorkerPool, tiny_models: dict[str, Path], tm
 @sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_a_load_takes_a_slice(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
     """On every rank one slice, whatever the size of a tensor; and the state is that which was saved."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
@@ -125,17 +136,20 @@ def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tm
 def test_a_load_of_weights_takes_a_tensor_and_the_one_before(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
-    """torch's reader has a name for what it has read until it has read the next one: two tensors that follow each other in the plan.
+    """torch's reader has a name for what it has read until it has read the next one: two tensors that follow
+    each other in the plan.
 
-    There is nothing beside them, since where that memory is given back at once, it is one tensor. Without outlines Megatron-Core puts the
-    gated layers together in other memory, all before any is copied."""
+    There is nothing beside them, since where that memory is given back at once, it is one tensor. Without
+    outlines Megatron-Core puts the gated layers together in other memory, all before any is copied."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2"], precision="bfloat16", **changes)
     counted = pool.run(world, load_weights_and_count, config, tmp_path / "saved")
     stored = TorchDistCheckpoint(tmp_path / "saved")
     for rank in counted:
         assert rank["whole again"]
-        assert sum(rank["read"]) == sum(2 * torch.Size(stored.shape(key)).numel() for key in stored), "every tensor is read once"
+        assert sum(rank["read"]) == sum(2 * torch.Size(stored.shape(key)).numel() for key in stored), (
+            "every tensor is read once"
+        )
         assert rank["one by one"] == max(rank["read"])
         assert rank["placed"] == max(map(sum, itertools.pairwise(rank["read"]))) < rank["copied"], counted
 
@@ -147,36 +161,61 @@ def test_boxes_are_a_range(shape: tuple[int, ...]) -> None:
     for start in range(len(elements) + 1):
         for stop in range(start, len(elements) + 1):
             found = [part(elements.view(shape), box) for box in boxes(shape, start, stop)]
-            assert torch.equal(torch.cat([elements[:0], *(each.flatten() for each in found)]), elements[start:stop]), (start, stop)
+            assert torch.equal(
+                torch.cat([elements[:0], *(each.flatten() for each in found)]), elements[start:stop]
+            ), (start, stop)
             assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def test_recomputed_parts_keep_less(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
-    """Without the MLPs at least what the estimate of memory counts for them: gate, up, activated gate and their product."""
+    """Without the MLPs at least what the estimate of memory counts for them: gate, up, activated gate and
+    their product."""
     batch, rows, length = make_batch(8, 40, seed=0), 8, 40
-    ways: dict[str, Any] = {"nothing": False, "attention": ["core_attn"], "mlp": ["mlp"], "both": ["mlp", "core_attn"], "layers": True}
+    ways: dict[str, Any] = {
+        "nothing": False,
+        "attention": ["core_attn"],
+        "mlp": ["mlp"],
+        "both": ["mlp", "core_attn"],
+        "layers": True,
+    }
     kept = {}
     for name, recompute in ways.items():
-        (kept[name],) = pool.run(1, kept_for_backward, policy_config(tiny_models["qwen3"], mbs=rows, recompute=recompute), batch)
-    assert kept["layers"] < kept["both"] < kept["mlp"] < kept["nothing"] and kept["both"] < kept["attention"] < kept["nothing"]
+        (kept[name],) = pool.run(
+            1, kept_for_backward, policy_config(tiny_models["qwen3"], mbs=rows, recompute=recompute), batch
+        )
+    assert (
+        kept["layers"] < kept["both"] < kept["mlp"] < kept["nothing"]
+        and kept["both"] < kept["attention"] < kept["nothing"]
+    )
     width = tiny_config("qwen3", tied=False).intermediate_size
     # one MLP is there again while its layer goes back
     assert kept["nothing"] - kept["mlp"] >= (LAYERS - 1) * rows * length * 4 * width * 4 / MEBIBYTE, kept
 
 
 @pytest.mark.parametrize("make", [policy_config, dtensor_config])
-def test_context_ranks_keep_their_share(pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]) -> None:
+def test_context_ranks_keep_their_share(
+    pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]
+) -> None:
     """Of one sequence; where keys and values are gathered, also those of the other ranks."""
     batch = make_batch(1, 40, seed=0)
     batch["input_lengths"][:] = 40
     sizes = {"gbs": 1, "mbs": 1, "multiple": 8}
     (alone,) = pool.run(1, kept_for_backward, make(tiny_models["qwen3"], **sizes), batch)
-    for comm, ranks, share in (("p2p", 2, 0.55), ("p2p", 4, 0.275), ("all_gather", 2, 0.59), ("all_gather", 4, 0.32)):
-        kept = pool.run(ranks, kept_for_backward, make(tiny_models["qwen3"], cp=ranks, comm=comm, **sizes), batch)
+    for comm, ranks, share in (
+        ("p2p", 2, 0.55),
+        ("p2p", 4, 0.275),
+        ("all_gather", 2, 0.59),
+        ("all_gather", 4, 0.32),
+    ):
+        kept = pool.run(
+            ranks, kept_for_backward, make(tiny_models["qwen3"], cp=ranks, comm=comm, **sizes), batch
+        )
         assert max(kept) <= share * alone, (comm, ranks)
 
 
 @pytest.mark.parametrize("make", [policy_config, dtensor_config, fsdp1_config])
-def test_memory_does_not_grow_with_steps(pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]) -> None:
+def test_memory_does_not_grow_with_steps(
+    pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]
+) -> None:
     ((one, many),) = pool.run(1, peaks_of_steps, make(tiny_models["qwen3"]), make_batch(8, 9, seed=0))
     assert one == many > 0

@@ -1,4 +1,5 @@
-"""The memory plan, term by term, against bytes that are counted: tensors of real workers, and what hooks say that autograd saves."""
+"""The memory plan, term by term, against bytes that are counted: tensors of real workers, and what hooks say
+that autograd saves."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from tests.tiers import sampled
 TABLES = read_table("memory_plan.yaml")
 
 ROWS, LENGTH, VOCABULARY = 2, 240, 1009
-WIDTHS = {"hidden_size": 96, "intermediate_size": 208, "max_position_embeddings": 256, "vocab_size": VOCABULARY}
+WIDTHS = {
+    "hidden_size": 96,
+    "intermediate_size": 208,
+    "max_position_embeddings": 256,
+    "vocab_size": VOCABULARY,
+}
 CONFIGS = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = TABLES["cases"]
 
@@ -48,8 +54,8 @@ def planned(config: dict[str, Any], world: int) -> list[RankMemory]:
 @sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_each_term_is_what_is_counted(case: str, pool: WorkerPool, tmp_path: Path) -> None:
-    """Within 2 %. Of what is planned for logits, hooks do not see the gradient of the output layer, which no forward pass keeps; and what
-    is recomputed under torch's own checkpoints they do not see either."""
+    """Within 2 %. Of what is planned for logits, hooks do not see the gradient of the output layer, which no
+    forward pass keeps; and what is recomputed under torch's own checkpoints they do not see either."""
     backend, family, changes = CASES[case]
     changes = {"precision": "bfloat16", "mbs": ROWS, **changes}
     world = changes.pop("world", changes.get("tp", 1) * changes.get("pp", 1))

@@ -1,4 +1,5 @@
-"""Adapters in the forms in which PEFT publishes them, merged into a model as it is read, against ``merge_and_unload``."""
+"""Adapters in the forms in which PEFT publishes them, merged into a model as it is read, against
+``merge_and_unload``."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DENSE = [("megatron", "tp2-pp2"), ("dtensor", "tp2-dp2"), ("fsdp1", "dp2")]
 RUNS = [(backend, layout, case) for backend, layout in DENSE for case in CASES if "experts" not in case]
-RUNS += [("megatron", layout, case) for layout in ("tp1", "tp2-sp-ep2") for case in CASES if "experts" in case]
+RUNS += [
+    ("megatron", layout, case) for layout in ("tp1", "tp2-sp-ep2") for case in CASES if "experts" in case
+]
 
 
 def published(model: Path, directory: Path, **options: Any) -> Path:
@@ -55,7 +58,9 @@ def published(model: Path, directory: Path, **options: Any) -> Path:
 
 @sampled(3)
 @pytest.mark.parametrize(("backend", "layout", "case"), RUNS)
-def test_a_published_adapter_computes_what_peft_does(pool: WorkerPool, tmp_path: Path, backend: str, layout: str, case: str) -> None:
+def test_a_published_adapter_computes_what_peft_does(
+    pool: WorkerPool, tmp_path: Path, backend: str, layout: str, case: str
+) -> None:
     family, options = CASES[case]
     model = make_tiny(tmp_path / "model", family, tied=False, seed=5)
     if case == "stacked experts":  # as transformers holds them, where its files have one after the other

@@ -1,4 +1,5 @@
-"""One rank's loss, gradient or weight that is not finite: all ranks act alike, and nothing is changed by it."""
+"""One rank's loss, gradient or weight that is not finite: all ranks act alike, and nothing is changed by
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from tests.tiers import newest_megatron, sampled, slow
 
 SCHEDULE = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 7}}
 # of Megatron "whole": without the distributed optimizer
-LAYOUTS = ["megatron-dp2", "megatron-pp2-tp2-sp", "megatron-dp2-whole", "dtensor-dp2", "dtensor-tp2-dp2", "fsdp1-dp2", "fsdp1-dp1"]
+LAYOUTS = [
+    "megatron-dp2",
+    "megatron-pp2-tp2-sp",
+    "megatron-dp2-whole",
+    "dtensor-dp2",
+    "dtensor-tp2-dp2",
+    "fsdp1-dp2",
+    "fsdp1-dp1",
+]
 
 
 def configured(name: str, model: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
@@ -62,7 +71,10 @@ def test_a_batch_that_is_not_finite_is_as_if_it_had_not_been(
         assert [len(batch) for batch in run["skipped"]] == [0, 0, 1, 0]
         (skipped,) = run["skipped"][2]
         assert str(skipped) == str(skipping[0]["skipped"][2][0]), "all ranks know the same"
-        seen = {(place["data_rank"], place["micro_batch"], tuple(place["rows"]), place["quantity"]) for place in skipped["seen"]}
+        seen = {
+            (place["data_rank"], place["micro_batch"], tuple(place["rows"]), place["quantity"])
+            for place in skipped["seen"]
+        }
         replicas = len({other["place"][1] for other in skipping})
         rows = 8 // replicas
         assert seen == {(replicas - 1, rows // 2 - 1, (rows - 2, rows), quantity)}
@@ -73,7 +85,9 @@ def test_a_batch_that_is_not_finite_is_as_if_it_had_not_been(
 @sampled(1)
 @pytest.mark.parametrize("layout", ["megatron-dp2", "dtensor-dp2", "fsdp1-dp2"])
 @pytest.mark.parametrize("quantity", ["loss", "gradient"])
-def test_all_ranks_end_where_it_is_not_allowed(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, quantity: str) -> None:
+def test_all_ranks_end_where_it_is_not_allowed(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, quantity: str
+) -> None:
     world, config = configured(layout, tiny_models["qwen3"])
     config |= {"on_nonfinite": "raise"}
     given = batches(2)
@@ -82,7 +96,10 @@ def test_all_ranks_end_where_it_is_not_allowed(pool: WorkerPool, tiny_models: di
     for run, clean in zip(runs, before, strict=True):
         kind, text = run["error"]
         assert kind == "NonFiniteError" and len(run["steps"]) == 2
-        assert f"seen first: rank 1 (pp0 dp1 cp0 tp0), micro-batch 1, in the {quantity}. No weight was changed" in text
+        assert (
+            f"seen first: rank 1 (pp0 dp1 cp0 tp0), micro-batch 1, in the {quantity}. No weight was changed"
+            in text
+        )
         assert text == runs[0]["error"][1]
         check_equal(run["weights"], clean["weights"])
 
@@ -95,7 +112,10 @@ def test_too_many_in_a_row_end_the_run(pool: WorkerPool, tiny_models: dict[str, 
     for run in pool.run(world, jobs.train, config, batches(0, 2, 3, 4, count=6), "loss"):
         assert run["steps"] == [[1.0], [0.0], [1.0]], "a step in between starts the count again"
         assert run["error"][0] == "NonFiniteError"
-        assert "2 optimizer steps in a row were skipped, policy.max_consecutive_skips = 2; the last: global batch 0" in run["error"][1]
+        assert (
+            "2 optimizer steps in a row were skipped, policy.max_consecutive_skips = 2; the last: global "
+            "batch 0"
+        ) in run["error"][1]
 
 
 @slow
@@ -105,9 +125,13 @@ def test_one_of_two_global_batches_of_a_call(pool: WorkerPool, tiny_models: dict
         (together,) = batches(0, count=1, rows=16)
         # the second half of the call is the global batch without a step
         (run, _) = pool.run(world, jobs.train, config, [together], "loss")
-        (alone, _) = pool.run(world, jobs.train, config, [{key: value[:8] for key, value in together.items()}], "loss")
+        (alone, _) = pool.run(
+            world, jobs.train, config, [{key: value[:8] for key, value in together.items()}], "loss"
+        )
         assert run["steps"] == [[1.0]]
-        assert [(batch["global_batch"], batch["seen"][0]["rows"]) for batch in run["skipped"][0]] == [(1, (6, 8))]
+        assert [(batch["global_batch"], batch["seen"][0]["rows"]) for batch in run["skipped"][0]] == [
+            (1, (6, 8))
+        ]
         check_equal(run["weights"], alone["weights"])
 
 
@@ -119,12 +143,18 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     world, config = configured(layout, tiny_models["qwen3"])
     for texts in pool.run(world, jobs.refusals, config, str(tmp_path)):
         for name in ("save", "export"):
-            assert texts[name].startswith("NonFiniteError: ") and "nothing was written: NaN or infinity in " in texts[name]
+            assert (
+                texts[name].startswith("NonFiniteError: ")
+                and "nothing was written: NaN or infinity in " in texts[name]
+            )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "good", "good-optimizer"]
 
 
 @sampled(2)
-@pytest.mark.parametrize("layout", ["megatron-dp2", "megatron-pp2-tp2-sp", "dtensor-dp2", "dtensor-tp2-dp2", "fsdp1-dp2", "fsdp1-dp1"])
+@pytest.mark.parametrize(
+    "layout",
+    ["megatron-dp2", "megatron-pp2-tp2-sp", "dtensor-dp2", "dtensor-tp2-dp2", "fsdp1-dp2", "fsdp1-dp1"],
+)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_model_that_arrives_so_is_refused(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, value: float
@@ -139,4 +169,8 @@ def test_a_model_that_arrives_so_is_refused(
     assert json.loads((model / "config.json").read_text())["num_hidden_layers"] > 1
     world, config = configured(layout, model)
     for text in pool.run(world, build_error, config):
-        assert text.startswith("ModelError: policy.model_name = ") and "NaN or infinity in " in text and ".1.mlp." in text
+        assert (
+            text.startswith("ModelError: policy.model_name = ")
+            and "NaN or infinity in " in text
+            and ".1.mlp." in text
+        )

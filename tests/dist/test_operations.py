@@ -1,4 +1,5 @@
-"""Operations and host syncs of a micro-batch, counted: few, and the same for any number of packed sequences."""
+"""Operations and host syncs of a micro-batch, counted: few, and the same for any number of packed
+sequences."""
 
 from __future__ import annotations
 
@@ -7,13 +8,23 @@ from pathlib import Path
 import torch
 
 from benchmarks import tiny
-from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few, require_fewer
+from benchmarks.cases.operations import (
+    TOKENS,
+    counting,
+    counts_of,
+    mixture_counts,
+    require_as_many,
+    require_few,
+    require_fewer,
+)
 from megarl.parity.pool import WorkerPool
 from tests.tiers import newest_megatron, slow
 
 
 @newest_megatron
-def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     model = tiny.save_model(tmp_path / "model", TOKENS)
     counts = {sequences: counts_of(pool, model, sequences) for sequences in (2, 16)}
     require_few(counts)
@@ -22,7 +33,9 @@ def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: Wor
 
 @slow
 @newest_megatron
-def test_grouped_experts_have_as_many_operations_whatever_their_number(pool: WorkerPool, tmp_path: Path) -> None:
+def test_grouped_experts_have_as_many_operations_whatever_their_number(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     mixtures = {experts: mixture_counts(pool, tmp_path / str(experts), experts) for experts in (4, 8)}
     require_as_many(mixtures)
     loop = [kinds["loop"]["train_operations"] for kinds in mixtures.values()]

@@ -1,4 +1,5 @@
-"""Positions under a mask, and chunks of positions, on real workers of each backend: how many logits there are, and that numbers stay."""
+"""Positions under a mask, and chunks of positions, on real workers of each backend: how many logits there
+are, and that numbers stay."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class ReadsAll(NLLLoss):
 
 
 def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Log-probabilities with and without the mask, a step with and without it, and the positions of all logits that were scored."""
+    """Log-probabilities with and without the mask, a step with and without it, and the positions of all
+    logits that were scored."""
     worker = jobs.build(config, init_reference_model=False)
     groups, counts, score = worker.backend.groups, [], logprobs.score
 
@@ -49,7 +51,9 @@ def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, T
 
     def dealt(phase: Phase) -> BatchedDataDict[Any]:
         size = {"global_batch": config["train_global_batch_size"]} if phase == "train" else {}
-        return shard_batch(BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, **size).shards[groups.data_rank]
+        return shard_batch(BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, **size).shards[
+            groups.data_rank
+        ]
 
     def positions() -> tuple[int, int]:
         """Over the ranks that have each other's replicas and parts of sequences; and the most at a time."""
@@ -91,15 +95,20 @@ def test_only_what_a_mask_lets_through_is_computed(
         expected = seen["all"].where(seen["mask"], torch.zeros(()))
         torch.testing.assert_close(seen["masked"], expected, atol=bound, rtol=0)
         assert not seen["masked"][~seen["mask"]].any() and seen["all"][~seen["mask"]].any()
-        # log-probability batches of rows that repeat the last one, where replicas have different numbers, are counted too
+        # log-probability batches of rows that repeat the last one, where replicas have different numbers, are
+        # counted too
         assert wanted <= seen["masked positions"][0] < seen["all positions"][0]
         assert seen["skipping positions"][0] == wanted < seen["reading all positions"][0]
-        assert seen["skipping"] == pytest.approx(seen["reading all"], rel=1e-6 if precision == "float32" else 2e-3)
+        assert seen["skipping"] == pytest.approx(
+            seen["reading all"], rel=1e-6 if precision == "float32" else 2e-3
+        )
 
 
 @sampled(1)
 @pytest.mark.parametrize(("kind", "layout"), [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5]], ids=str)
-def test_a_chunk_of_logits_is_there_at_a_time(pool: WorkerPool, tiny_models: dict[str, Path], kind: str, layout: dict[str, Any]) -> None:
+def test_a_chunk_of_logits_is_there_at_a_time(
+    pool: WorkerPool, tiny_models: dict[str, Path], kind: str, layout: dict[str, Any]
+) -> None:
     batch, found = make_batch(8, 13, seed=3), []
     for size in (None, 3):
         config = {**CONFIG[kind](tiny_models["qwen3"], **layout), "logprob_chunk_size": size}
@@ -107,4 +116,7 @@ def test_a_chunk_of_logits_is_there_at_a_time(pool: WorkerPool, tiny_models: dic
     for whole, chunked in zip(*found, strict=True):
         for name in ("all", "masked", "reading all", "skipping"):
             torch.testing.assert_close(chunked[name], whole[name], atol=2e-6, rtol=1e-6)
-            assert chunked[f"{name} positions"] == (whole[f"{name} positions"][0], 3) and whole[f"{name} positions"][1] > 3
+            assert (
+                chunked[f"{name} positions"] == (whole[f"{name} positions"][0], 3)
+                and whole[f"{name} positions"][1] > 3
+            )

@@ -1,4 +1,5 @@
-"""The pool of workers: results by rank, failures with their traceback, and no process that outlives its use."""
+"""The pool of workers: results by rank, failures with their traceback, and no process that outlives its
+use."""
 
 from __future__ import annotations
 
@@ -81,8 +82,13 @@ def test_a_failure_of_all_ranks_is_reported_and_costs_no_process(own_pool: Worke
     assert [answer[2] for answer in own_pool.run(2, sum_of_ranks, 0)] == before
 
 
-@pytest.mark.parametrize(("job", "message"), [(fail_on_the_last, "ValueError: only this one"), (die, "the process died with exit code -9")])
-def test_ranks_that_wait_for_one_that_failed_are_replaced(own_pool: WorkerPool, job: object, message: str) -> None:
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [(fail_on_the_last, "ValueError: only this one"), (die, "the process died with exit code -9")],
+)
+def test_ranks_that_wait_for_one_that_failed_are_replaced(
+    own_pool: WorkerPool, job: object, message: str
+) -> None:
     with pytest.raises(JobError, match=message):
         own_pool.run(2, job)  # type: ignore[arg-type]
     assert [answer[1] for answer in own_pool.run(2, sum_of_ranks, 0)] == [1.0, 1.0]
@@ -97,7 +103,9 @@ def test_a_job_that_takes_too_long_ends_with_the_stacks_of_the_silent_ranks(
         return []
 
     monkeypatch.setattr("megarl.parity.pool.wait", hear_nothing)
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of stand_still gave no answer in 300 s") as caught:
+    with pytest.raises(
+        TimeoutError, match=r"ranks \[0, 1\] of stand_still gave no answer in 300 s"
+    ) as caught:
         own_pool.run(2, stand_still, tmp_path)
     _, *stacks = str(caught.value).split("\n--- rank ")
     assert [stack[0] for stack in stacks] == ["0", "1"] and all("in stand_still" in stack for stack in stacks)
@@ -105,8 +113,13 @@ def test_a_job_that_takes_too_long_ends_with_the_stacks_of_the_silent_ranks(
     assert [answer[1] for answer in own_pool.run(2, sum_of_ranks, 0)] == [1.0, 1.0]
 
 
-def test_a_failure_of_the_transport_comes_with_the_stack_of_the_rank_that_stands_still(own_pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"rank 1 of leave_one_alone:[\s\S]*timed out[\s\S]*--- rank 0 ---[\s\S]*in stand_still"):
+def test_a_failure_of_the_transport_comes_with_the_stack_of_the_rank_that_stands_still(
+    own_pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        JobError,
+        match=r"rank 1 of leave_one_alone:[\s\S]*timed out[\s\S]*--- rank 0 ---[\s\S]*in stand_still",
+    ):
         own_pool.run(2, leave_one_alone, tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters of both backends against PEFT, in every layout: training, reference, refits, checkpoints and exports."""
+"""Low-rank adapters of both backends against PEFT, in every layout: training, reference, refits, checkpoints
+and exports."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ ALL = [*ATTENTION, *MLP]
 LAYERS = 4
 # of the fused layers some matrices alone, and a name that one layer has
 SOME = ["q_proj", "v_proj", "model.layers.2.mlp.up_proj", "down_proj"]
-CASES = [("megatron", family, layout) for family in ("qwen2", "qwen3-tied", "llama") for layout in MEGATRON.split()]
+CASES = [
+    ("megatron", family, layout) for family in ("qwen2", "qwen3-tied", "llama") for layout in MEGATRON.split()
+]
 CASES += [("dtensor", family, layout) for family in ("qwen2", "qwen3-tied") for layout in DTENSOR.split()]
 OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("megatron", "tp2-sp", {"recompute": True, "batching": "packed"}),
@@ -60,7 +63,10 @@ NO_EXPERTS = ["*.mlp.experts.*"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("peft")
     names = ["qwen2", "qwen3-tied", "llama"]
-    made = {name: make_tiny(root / name, name.split("-")[0], tied=name.endswith("-tied"), seed=7, layers=LAYERS) for name in names}
+    made = {
+        name: make_tiny(root / name, name.split("-")[0], tied=name.endswith("-tied"), seed=7, layers=LAYERS)
+        for name in names
+    }
     for name, model in made.items():
         peft_jobs.saved_by_peft(model, root / f"{name}-all", ALL)
         peft_jobs.saved_by_peft(model, root / f"{name}-some", SOME)
@@ -71,7 +77,9 @@ def adapter_of(model: Path, kind: str) -> Path:
     return model.with_name(f"{model.name}-{kind}")
 
 
-def configured(backend: str, layout: str, model: Path, kind: str, **changes: Any) -> tuple[int, dict[str, Any]]:
+def configured(
+    backend: str, layout: str, model: Path, kind: str, **changes: Any
+) -> tuple[int, dict[str, Any]]:
     world, placed = LAYOUTS[backend][layout]
     if placed.get("pp") == 2:
         placed = {key: value for key, value in placed.items() if key not in ("first", "last")} | (
@@ -79,19 +87,25 @@ def configured(backend: str, layout: str, model: Path, kind: str, **changes: Any
         )
     config = CONFIG[backend](model, **{**placed, "gbs": 12, "mbs": 3, "clip": 0.5, **changes})
     targets = SOME if kind == "some" else ALL
-    return world, peft_jobs.with_adapters(config, adapter_path=str(adapter_of(model, kind)), target_modules=targets)
+    return world, peft_jobs.with_adapters(
+        config, adapter_path=str(adapter_of(model, kind)), target_modules=targets
+    )
 
 
 @newest_megatron(backend=("megatron",))
 @sampled(4)
 @pytest.mark.parametrize(("backend", "family", "layout"), CASES)
-def test_five_steps_equal_peft(pool: WorkerPool, models: dict[str, Path], backend: str, family: str, layout: str) -> None:
+def test_five_steps_equal_peft(
+    pool: WorkerPool, models: dict[str, Path], backend: str, family: str, layout: str
+) -> None:
     kind = "some" if family == "qwen2" else "all"
     world, config = configured(backend, layout, models[family], kind)
     check_trained(pool, world, config, models[family], adapter_of(models[family], kind))
 
 
-def check_trained(pool: WorkerPool, world: int, config: dict[str, Any], model: Path, adapter: Path, loss_fn: Any = None) -> None:
+def check_trained(
+    pool: WorkerPool, world: int, config: dict[str, Any], model: Path, adapter: Path, loss_fn: Any = None
+) -> None:
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in range(1, 6)]
     loss_fn = loss_fn or ClippedPGLossFn(PG_LOSS)
     expected = peft_jobs.expected_of(model, adapter, batches, loss_fn)
@@ -120,7 +134,9 @@ def check_trained(pool: WorkerPool, world: int, config: dict[str, Any], model: P
 
 @sampled(1)
 @pytest.mark.parametrize(("backend", "layout", "changes"), OPTIONS, ids=str)
-def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, changes: dict[str, Any]) -> None:
+def test_options_change_nothing(
+    pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, changes: dict[str, Any]
+) -> None:
     model = models["qwen3-tied"]
     world, config = configured(backend, layout, model, "all", **changes)
     check_trained(pool, world, config, model, adapter_of(model, "all"))
@@ -129,32 +145,47 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], backe
 @sampled(1)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-sp-ep2", "pp2", "ep2-dp2"])
-def test_a_mixture_has_adapters_beside_all_but_its_experts(pool: WorkerPool, tmp_path: Path, family: str, layout: str) -> None:
+def test_a_mixture_has_adapters_beside_all_but_its_experts(
+    pool: WorkerPool, tmp_path: Path, family: str, layout: str
+) -> None:
     model = make_tiny(tmp_path / "model", family, tied=False, seed=5)
     adapter = peft_jobs.saved_by_peft(model, tmp_path / "adapter", MIXTURES[family])
     world, placed = named(layout, padded=True)
     config = policy_config(model, **{**placed, "gbs": 12, "mbs": 3, "clip": 0.5})
-    section = {"adapter_path": str(adapter), "target_modules": MIXTURES[family], "exclude_modules": NO_EXPERTS}
+    section = {
+        "adapter_path": str(adapter),
+        "target_modules": MIXTURES[family],
+        "exclude_modules": NO_EXPERTS,
+    }
     check_trained(pool, world, peft_jobs.with_adapters(config, **section), model, adapter)
 
 
 @pytest.mark.parametrize(("backend", "layout"), [("megatron", "tp2-sp"), ("dtensor", "tp2")])
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=slow)])
-def test_a_new_adapter_changes_no_bit(pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, precision: str) -> None:
+def test_a_new_adapter_changes_no_bit(
+    pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, precision: str
+) -> None:
     world, placed = LAYOUTS[backend][layout]
     config = CONFIG[backend](models["llama"], **{**placed, "precision": precision})
     batch = make_batch(rows=6, length=13, seed=3)
     plain = pool.run(world, jobs.logprobs, config, batch)
     section = {"use_rslora": True, "lora_A_init_method": "xavier"}
     for (first, base), expected in zip(
-        pool.run(world, peft_jobs.logprobs_of_new_adapters, peft_jobs.with_adapters(config, **section), batch), plain, strict=True
+        pool.run(
+            world, peft_jobs.logprobs_of_new_adapters, peft_jobs.with_adapters(config, **section), batch
+        ),
+        plain,
+        strict=True,
     ):
         assert torch.equal(first, expected) and torch.equal(base, expected)
 
 
 @sampled(1)
 @pytest.mark.parametrize("position", ["pre", "post"])
-@pytest.mark.parametrize(("backend", "layout"), [("megatron", "tp2-sp"), ("megatron", "tp2-dp2"), ("dtensor", "tp2"), ("dtensor", "dp1")])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("megatron", "tp2-sp"), ("megatron", "tp2-dp2"), ("dtensor", "tp2"), ("dtensor", "dp1")],
+)
 def test_dropout_is_of_training_alone_and_leaves_copies_alike(
     pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, position: str
 ) -> None:
@@ -169,7 +200,11 @@ def test_dropout_is_of_training_alone_and_leaves_copies_alike(
     assert torch.equal(first["reference"][0], plain[0]["reference"][0])
     assert all(result["drops_nothing_when_scored"] for result in (first, *others))
     for other in others:
-        assert all(torch.equal(other["copies"][name], tensor) for name, tensor in first["copies"].items() if name in other["copies"])
+        assert all(
+            torch.equal(other["copies"][name], tensor)
+            for name, tensor in first["copies"].items()
+            if name in other["copies"]
+        )
 
 
 @newest_megatron(backend=("megatron",))
@@ -191,14 +226,24 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_in_any_layout(
     model, batches = models["qwen2"], [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
     world, config = configured(backend, before, model, "some")
     expected = pool.run(world, peft_jobs.save_on_the_way, config, batches, NLLLoss(), tmp_path)[0]
-    stored = [key for part in ("weights", "optimizer") for key in read_plain_index(tmp_path / part).state_dict_metadata]
+    stored = [
+        key
+        for part in ("weights", "optimizer")
+        for key in read_plain_index(tmp_path / part).state_dict_metadata
+    ]
     # newer releases of Megatron-Core index what is no tensor
     beside = ("param_groups", "common_state")
-    assert [key for key in stored if not (".adapter." in key or ".lora_" in key or any(word in key for word in beside))] == []
+    assert [
+        key
+        for key in stored
+        if not (".adapter." in key or ".lora_" in key or any(word in key for word in beside))
+    ] == []
     world, config = configured(backend, after, model, "some")
     losses, factors = pool.run(world, peft_jobs.resume, config, batches, NLLLoss(), tmp_path)[0]
     if before == after:
-        assert losses == expected[0] and all(torch.equal(factors[name], tensor) for name, tensor in expected[1].items())
+        assert losses == expected[0] and all(
+            torch.equal(factors[name], tensor) for name, tensor in expected[1].items()
+        )
     torch.testing.assert_close(losses, expected[0], atol=1e-6, rtol=1e-5)
     check_close(factors, expected[1])
 
@@ -214,7 +259,10 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
     other = make_tiny(tmp_path / "other", "qwen2", tied=False, seed=8, layers=LAYERS)
     changes: dict[str, Any] = {
         "with alpha = 5.0": {"peft": {"enabled": True, "dim": 3, "alpha": 6.0}},
-        "holds adapters of": {"model_name": str(other), "peft": {"enabled": True, "dim": 3, "alpha": 5.0, "target_modules": ALL}},
+        "holds adapters of": {
+            "model_name": str(other),
+            "peft": {"enabled": True, "dim": 3, "alpha": 5.0, "target_modules": ALL},
+        },
         "alone. Fix: set policy.peft": {"peft": None},
         "target_modules": {"peft": {"enabled": True, "dim": 3, "alpha": 5.0, "target_modules": ["q_proj"]}},
     }
@@ -225,7 +273,8 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
 
 @sampled(1)
 @pytest.mark.parametrize(
-    ("backend", "layout"), [("megatron", "tp2-pp2"), ("megatron", "tp2-sp"), ("dtensor", "tp2-dp2"), ("dtensor", "dp1")]
+    ("backend", "layout"),
+    [("megatron", "tp2-pp2"), ("megatron", "tp2-sp"), ("dtensor", "tp2-dp2"), ("dtensor", "dp1")],
 )
 def test_an_export_is_the_merged_model_with_the_adapter_inside(
     pool: WorkerPool, models: dict[str, Path], tmp_path: Path, backend: str, layout: str
@@ -234,12 +283,16 @@ def test_an_export_is_the_merged_model_with_the_adapter_inside(
     world, config = configured(backend, layout, model, "some")
     expected = pool.run(world, peft_jobs.train_and_export, config, batch, NLLLoss(), tmp_path / "out")[0]
     merged = reference.logprobs(reference.load(tmp_path / "out"), batch)
-    beside = reference.logprobs(PeftModel.from_pretrained(reference.load(model), tmp_path / "out" / "adapter").eval(), batch)
+    beside = reference.logprobs(
+        PeftModel.from_pretrained(reference.load(model), tmp_path / "out" / "adapter").eval(), batch
+    )
     torch.testing.assert_close(merged, expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(beside, expected, atol=2e-5, rtol=0)
     if backend == "megatron":
         assert main(["adapter", str(tmp_path / "weights"), str(tmp_path / "converted")]) == 0
-        one, other = (load_file(tmp_path / path / "adapter_model.safetensors") for path in ("converted", "out/adapter"))
+        one, other = (
+            load_file(tmp_path / path / "adapter_model.safetensors") for path in ("converted", "out/adapter")
+        )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         assert LoraConfig.from_pretrained(str(tmp_path / "converted")).lora_alpha == 5
     # the same directory is what training goes on from
@@ -251,9 +304,17 @@ def test_an_export_is_the_merged_model_with_the_adapter_inside(
 @sampled(1)
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    [("megatron", "tp2-sp"), ("megatron", "pp2-vpp2"), ("megatron", "tp2-pp2"), ("dtensor", "dp2"), ("dtensor", "tp2-dp2")],
+    [
+        ("megatron", "tp2-sp"),
+        ("megatron", "pp2-vpp2"),
+        ("megatron", "tp2-pp2"),
+        ("dtensor", "dp2"),
+        ("dtensor", "tp2-dp2"),
+    ],
 )
-def test_an_engine_reads_merged_weights(pool: WorkerPool, models: dict[str, Path], backend: str, layout: str) -> None:
+def test_an_engine_reads_merged_weights(
+    pool: WorkerPool, models: dict[str, Path], backend: str, layout: str
+) -> None:
     """Before the first step to the bit those of the base; afterwards the export's, which PEFT's equal."""
     world, placed = LAYOUTS[backend][layout]
     placed = {key: value for key, value in placed.items() if key not in ("first", "last")}
@@ -269,7 +330,9 @@ def test_an_engine_s_ranks_read_slices_of_merged_weights(pool: WorkerPool, model
 
 
 @sampled(1)
-@pytest.mark.parametrize(("backend", "layout"), [("megatron", "tp2"), ("megatron", "pp2"), ("dtensor", "tp2"), ("dtensor", "dp1")])
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("megatron", "tp2"), ("megatron", "pp2"), ("dtensor", "tp2"), ("dtensor", "dp1")]
+)
 def test_the_policy_generates_with_its_adapters(
     pool: WorkerPool, models: dict[str, Path], tmp_path: Path, backend: str, layout: str
 ) -> None:

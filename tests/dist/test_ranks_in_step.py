@@ -1,4 +1,5 @@
-"""What would leave some ranks waiting or go on with nonsense ends on all ranks that are concerned, with a reason, and they can go on."""
+"""What would leave some ranks waiting or go on with nonsense ends on all ranks that are concerned, with a
+reason, and they can go on."""
 
 from __future__ import annotations
 
@@ -33,13 +34,17 @@ def attempt(function: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def logprobs_of_shares(kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], rows: list[int]) -> list[Any]:
+def logprobs_of_shares(
+    kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], rows: list[int]
+) -> list[Any]:
     """Log-probabilities where rank r has so many ``rows`` of the batch, and where every rank has three."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     outcomes = []
     for mine in (rows[dist.get_rank()], 3):
         share = BatchedDataDict({key: value[:mine] for key, value in batch.items()})
-        outcomes.append(attempt(lambda share=share: worker.get_logprobs(data=share, micro_batch_size=2)["logprobs"]))  # type: ignore[misc]
+        outcomes.append(
+            attempt(lambda share=share: worker.get_logprobs(data=share, micro_batch_size=2)["logprobs"])
+        )  # type: ignore[misc]
     worker.backend.close()
     return outcomes
 
@@ -51,9 +56,16 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @sampled("values")
 @pytest.mark.parametrize("rows", [[2, 0], [0, 2], [4, 2]], ids=str)
-@pytest.mark.parametrize(("kind", "options"), [("megatron", {"ep": 2}), ("dtensor", {}), ("fsdp1", {})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("megatron", {"ep": 2}), ("dtensor", {}), ("fsdp1", {})], ids=str
+)
 def test_replicas_whose_passes_meet_need_equal_numbers(
-    pool: WorkerPool, tiny_models: dict[str, Path], mixture: Path, kind: str, options: dict[str, Any], rows: list[int]
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    mixture: Path,
+    kind: str,
+    options: dict[str, Any],
+    rows: list[int],
 ) -> None:
     config = CONFIG[kind](mixture if options else tiny_models["qwen2"], **options)
     counts = [-(-count // 2) for count in rows]
@@ -63,8 +75,12 @@ def test_replicas_whose_passes_meet_need_equal_numbers(
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [5, 1]], ids=str)
-def test_replicas_that_run_for_themselves_need_not(pool: WorkerPool, tiny_models: dict[str, Path], rows: list[int]) -> None:
-    results = pool.run(2, logprobs_of_shares, "megatron", policy_config(tiny_models["qwen2"]), make_batch(6, 9, seed=1), rows)
+def test_replicas_that_run_for_themselves_need_not(
+    pool: WorkerPool, tiny_models: dict[str, Path], rows: list[int]
+) -> None:
+    results = pool.run(
+        2, logprobs_of_shares, "megatron", policy_config(tiny_models["qwen2"]), make_batch(6, 9, seed=1), rows
+    )
     assert [result[0].shape for result in results] == [(count, 9) for count in rows]
 
 
@@ -86,13 +102,19 @@ def poisoned(model: Path, directory: Path) -> Path:
     return directory
 
 
-def generate_twice(kind: str, config: Mapping[str, Any], batches: list[Mapping[str, Any]], greedy: bool) -> list[Any]:
+def generate_twice(
+    kind: str, config: Mapping[str, Any], batches: list[Mapping[str, Any]], greedy: bool
+) -> list[Any]:
     """The ids of the answers of each batch, all rows on every replica, or what was raised."""
     # a model that arrives with NaN is refused; one that has become so is what is tried here
     with mock.patch.object(engine_worker, "require_finite"):
         worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     outcomes = [
-        attempt(lambda batch=batch: worker.generate(data=BatchedDataDict(batch), greedy=greedy)["output_ids"].tolist())  # type: ignore[misc]
+        attempt(
+            lambda batch=batch: worker.generate(data=BatchedDataDict(batch), greedy=greedy)[
+                "output_ids"
+            ].tolist()
+        )  # type: ignore[misc]
         for batch in batches
     ]
     worker.backend.close()
@@ -125,12 +147,16 @@ def test_nan_in_logits_is_an_error_on_all_ranks(
 ) -> None:
     model = poisoned(mixture if "ep" in options else tiny_models["qwen2"], tmp_path / "poisoned")
     clean = prompts()
-    clean["input_ids"] = clean["input_ids"].where(clean["input_ids"] != POISON, torch.full_like(clean["input_ids"], 5))
+    clean["input_ids"] = clean["input_ids"].where(
+        clean["input_ids"] != POISON, torch.full_like(clean["input_ids"], 5)
+    )
     bad = {key: value.clone() for key, value in clean.items()}
     bad["input_ids"][4, 0] = POISON
     settings = {"stop_token_ids": [], "top_k": 3}
     config = CONFIG[kind](model, generation=settings, **options)
     first = int(bad["input_lengths"][4])
     for error, after in pool.run(world, generate_twice, kind, config, [bad, clean], greedy):
-        assert error.startswith(f"GenerationError: row 4: the logits of answer token 0 (position {first}) are not finite"), error
+        assert error.startswith(
+            f"GenerationError: row 4: the logits of answer token 0 (position {first}) are not finite"
+        ), error
         assert isinstance(after, list) and len(after) == len(clean["input_ids"]), after

@@ -1,4 +1,5 @@
-"""Refits from real workers of every backend and many layouts: what an engine reads is the export, and the export is the same everywhere."""
+"""Refits from real workers of every backend and many layouts: what an engine reads is the export, and the
+export is the same everywhere."""
 
 from __future__ import annotations
 
@@ -61,18 +62,29 @@ def stored(model: Path) -> dict[str, Tensor]:
 
 @sampled(2)
 @pytest.mark.parametrize(
-    ("layout", "family"), [(layout, "qwen3-tied-four") for layout in LAYOUTS] + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")]
+    ("layout", "family"),
+    [(layout, "qwen3-tied-four") for layout in LAYOUTS]
+    + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")],
 )
 def test_an_engine_reads_the_policy_s_weights_at_every_step(
-    pool: WorkerPool, tiny_models: dict[str, Path], expected: dict[str, dict[str, Tensor]], layout: str, family: str
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    expected: dict[str, dict[str, Tensor]],
+    layout: str,
+    family: str,
 ) -> None:
     backend, world, changes = LAYOUTS[layout]
-    check(pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET), expected[family])
+    check(
+        pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET),
+        expected[family],
+    )
 
 
 @sampled(1)
 @pytest.mark.parametrize("layout", SPARSE)
-def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_experts_come_in_one_order_from_wherever_they_are(
+    pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
     world, changes = SPARSE[layout]
     model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
     check(pool.run(world, refit_jobs.refits, configured("megatron", model, changes), BUDGET), stored(model))
@@ -80,28 +92,46 @@ def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_
 
 @sampled(1)
 @pytest.mark.parametrize("layout", ["ep2", "etp2-tp2", pytest.param("ep2-tp2-pp2", marks=slow)])
-def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_how_many_parameters_are_gathered_at_once_changes_no_bit(
+    pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
     world, changes = SPARSE[layout]
     model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
     weights = stored(model)
     sizes = [2**26, 40_000, 10_000, 1]
-    for exported in pool.run(world, refit_jobs.exports_in_buckets, configured("megatron", model, changes), sizes):
+    for exported in pool.run(
+        world, refit_jobs.exports_in_buckets, configured("megatron", model, changes), sizes
+    ):
         counts = [count for count, _, _ in exported]
         assert counts == sorted(counts) and len(set(counts)) == len(sizes)
-        # all ranks' experts in rounds of one gather, until a round of one expert of each is more than a bucket
+        # all ranks' experts in rounds of one gather, until a round of one expert of each is more than a
+        # bucket
         broadcasts = [count for _, count, _ in exported]
         assert broadcasts[:2] == [0, 0] and all((count > 0) is ("ep" in changes) for count in broadcasts[2:])
         for _, _, found in exported:
-            assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+            assert found.keys() == weights.keys() and all(
+                torch.equal(found[name], weights[name]) for name in weights
+            )
 
 
 @sampled(1)
 @pytest.mark.parametrize(
-    "layout", ["megatron-tp2-pp2", "megatron-pp2-vpp2", pytest.param("megatron-pp2", marks=slow), "dtensor-dp2", "fsdp1-dp3"]
+    "layout",
+    [
+        "megatron-tp2-pp2",
+        "megatron-pp2-vpp2",
+        pytest.param("megatron-pp2", marks=slow),
+        "dtensor-dp2",
+        "fsdp1-dp3",
+    ],
 )
-def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+def test_engines_apart_get_the_policy_s_weights_at_every_step(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str
+) -> None:
     backend, world, changes = LAYOUTS[layout]
-    check_apart(pool, world, configured(backend, tiny_models["qwen3-tied-four"], changes), changes.get("pp", 1))
+    check_apart(
+        pool, world, configured(backend, tiny_models["qwen3-tied-four"], changes), changes.get("pp", 1)
+    )
 
 
 @slow
@@ -118,7 +148,8 @@ def test_engines_apart_get_experts_from_the_stages_that_have_them(
 
 
 def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: int) -> None:
-    """Refits of engines apart: they get the export, and the first rank of every stage sends what the stage has, over no pipeline."""
+    """Refits of engines apart: they get the export, and the first rank of every stage sends what the stage
+    has, over no pipeline."""
     weights = stored(Path(config["model_name"]))
     largest = max(BUDGET, *(padded_bytes(tensor.nbytes) for tensor in weights.values()))
     config["refit_buffer_size_gb"] = (2 * largest + LIST_BYTES * len(weights)) / 2**30
@@ -130,30 +161,44 @@ def check_apart(pool: WorkerPool, world: int, config: dict[str, Any], stages: in
     summed = {seen["summed"] > 0 for result in results for seen in result["refits"] if result["sends"]}
     assert summed == {bool(config.get("refit_checksum"))}
     assert all(result["asked"] == 0 for result in results)
-    assert [rank for rank, result in enumerate(results) if result["sends"]] == [stage * world // stages for stage in range(stages)]
+    assert [rank for rank, result in enumerate(results) if result["sends"]] == [
+        stage * world // stages for stage in range(stages)
+    ]
     sent = [name for result in results for name in result["sends"]]
     assert len(sent) == len(set(sent)) and set(sent) == set(weights)
 
 
-def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(
+    pool: WorkerPool, tiny_models: dict[str, Path]
+) -> None:
     config = configured("megatron", tiny_models["qwen3-tied-four"], {"pp": 2})
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        first, second = pool.run(2, refit_jobs.refused, config, listener.getsockname()[1], (free_port("127.0.0.1"), free_port("127.0.0.1")))
+        first, second = pool.run(
+            2,
+            refit_jobs.refused,
+            config,
+            listener.getsockname()[1],
+            (free_port("127.0.0.1"), free_port("127.0.0.1")),
+        )
     assert all("the port cannot be taken" in said[0] for said in (first, second))
     assert all("rank 1 expects world_size 3 for 2" in said for said in (*first[1:3], second[1]))
     assert (first[3:], second[2:]) == (["", ""], [""])
 
 
 @sampled(1)
-@pytest.mark.parametrize(("backend", "changes"), [("megatron", {"pp": 2}), ("dtensor", {"tp": 2}), ("fsdp1", {})])
+@pytest.mark.parametrize(
+    ("backend", "changes"), [("megatron", {"pp": 2}), ("dtensor", {"tp": 2}), ("fsdp1", {})]
+)
 def test_engines_hear_of_a_policy_that_has_nothing_to_send_and_take_the_next_refit(
     pool: WorkerPool, tiny_models: dict[str, Path], backend: str, changes: dict[str, Any]
 ) -> None:
     config = configured(backend, tiny_models["qwen3-tied-four"], changes)
     first, second = pool.run(2, refit_jobs.held_back, config, free_port("127.0.0.1"))
-    for (own, engine), (other,), kind in zip(first[:2], second[:2], ("MemoryError: all of it is taken", "StateError: "), strict=True):
+    for (own, engine), (other,), kind in zip(
+        first[:2], second[:2], ("MemoryError: all of it is taken", "StateError: "), strict=True
+    ):
         assert own.startswith(kind) and other.startswith(kind)
         assert engine == "RefitError: the policy gave the refit up: look at its own error, and refit anew"
     assert (first[2], second[2]) == (["", ""], [""])
@@ -165,39 +210,55 @@ def test_a_rank_that_fails_within_a_refit_keeps_no_other_one_and_no_engine_waiti
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str
 ) -> None:
     backend, world, changes = LAYOUTS[layout]
-    *others, last = pool.run(world, refit_jobs.faulty, configured(backend, tiny_models["qwen3-tied-four"], changes), BUDGET)
+    *others, last = pool.run(
+        world, refit_jobs.faulty, configured(backend, tiny_models["qwen3-tied-four"], changes), BUDGET
+    )
     (begun, broken, alone, away, whole) = zip(*others, last, strict=True)
     for own, engine in begun[:-1]:
-        assert own == "RefitError: another rank of the policy could not begin the refit: see its own error, and refit anew"
+        assert own == (
+            "RefitError: another rank of the policy could not begin the refit: see its own error, and "
+            "refit anew"
+        )
         assert engine == f"RefitError: the policy gave the refit up: {own}; refit anew"
     assert begun[-1][0] == broken[-1][0] == "MemoryError: all of it is taken"
     # the rank that publishes went through all its weights, and the engines have them whole
-    assert [own for own, _ in broken[:-1]] == [""] * len(others) and [engine for _, engine in broken] == [""] * world
+    assert [own for own, _ in broken[:-1]] == [""] * len(others) and [engine for _, engine in broken] == [
+        ""
+    ] * world
     for own, engine in alone:
         assert own == "RefitError: the others did not come"
         assert engine == f"RefitError: the policy gave the refit up: {own}; refit anew"
     for own, engine in away:
-        assert own.startswith("StateError: ") and engine.startswith("RefitError: the policy gave the refit up: StateError: ")
+        assert own.startswith("StateError: ") and engine.startswith(
+            "RefitError: the policy gave the refit up: StateError: "
+        )
     assert list(whole) == [["", ""]] * world
 
 
 def test_a_hundred_refits_take_no_more_than_ten(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     port = free_port("127.0.0.1")
     backend, world, changes = LAYOUTS["megatron-tp2-sp"]
-    for result in pool.run(world, refit_jobs.many, configured(backend, tiny_models["qwen3-tied-four"], changes), port, (10, 100)):
+    for result in pool.run(
+        world, refit_jobs.many, configured(backend, tiny_models["qwen3-tied-four"], changes), port, (10, 100)
+    ):
         early, late = result["seen"]
         # none more: one that an earlier test left may be closed meanwhile
         assert late["files"] <= early["files"] and late["shared"] == []
-        # half of what 90 refits would leave that keep their weights once; the allocator's own pages come and go by 2 MiB
+        # half of what 90 refits would leave that keep their weights once; the allocator's own pages come and
+        # go by 2 MiB
         assert late["mib"] - early["mib"] < 45 * result["mib"]
         assert (result["objects"], result["pickled"]) == ([], 0)
 
 
 @sampled(1)
 @pytest.mark.parametrize("backend", ["megatron", "dtensor", "fsdp1"])
-def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
+def test_the_buffer_has_the_configured_size(
+    pool: WorkerPool, tiny_models: dict[str, Path], backend: str
+) -> None:
     config = configured(backend, tiny_models["qwen2"], {})
-    [[automatic], [configured_size]] = (pool.run(1, refit_jobs.room_of, {**config, "refit_buffer_size_gb": size}) for size in (None, 0.25))
+    [[automatic], [configured_size]] = (
+        pool.run(1, refit_jobs.room_of, {**config, "refit_buffer_size_gb": size}) for size in (None, 0.25)
+    )
     weights = stored(tiny_models["qwen2"])
     total = sum(padded_bytes(tensor.nbytes) for tensor in weights.values())
     assert automatic == (total, 4096 * 2 * -(-total // 4096))
@@ -207,7 +268,9 @@ def test_the_buffer_has_the_configured_size(pool: WorkerPool, tiny_models: dict[
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_weights_carry_a_checksum_where_it_is_configured(pool: WorkerPool, tiny_models: dict[str, Path], checked: bool) -> None:
+def test_weights_carry_a_checksum_where_it_is_configured(
+    pool: WorkerPool, tiny_models: dict[str, Path], checked: bool
+) -> None:
     config = configured("megatron", tiny_models["qwen2"], {}) | {"refit_checksum": checked}
     [handle] = pool.run(1, refit_jobs.handle_of, config)
     assert (handle["checksum"] is not None) == checked

@@ -1,4 +1,5 @@
-"""Refits of which each rank of an engine is handed the slices that it reads: out of its policy rank's own shard, with the export's bits."""
+"""Refits of which each rank of an engine is handed the slices that it reads: out of its policy rank's own
+shard, with the export's bits."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ DENSE: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "two-for-one": ("qwen3", 2, {}, 2),
     "one-for-two-stages": ("qwen3", 2, {"pp": 2}, 2),
 }
-# bytes of a shard of a matrix of it: 51 rows of 36 numbers. It is not cut alike: vLLM pads 101 rows to 128, Megatron to 102
+# bytes of a shard of a matrix of it: 51 rows of 36 numbers. It is not cut alike: vLLM pads 101 rows to 128,
+# Megatron to 102
 OF_VOCABULARY = 51 * 36 * 4
 
 
@@ -49,7 +51,8 @@ def wanted_of(model: Path, ranks: int, experts: int = 0) -> tuple[dict[str, Slic
 
 
 def check(results: list[dict[str, Any]], wanted: Sequence[Mapping[str, Slice]]) -> None:
-    """Each rank of an engine got what it reads and nothing else, with the export's bits, before and after a step of training."""
+    """Each rank of an engine got what it reads and nothing else, with the export's bits, before and after a
+    step of training."""
     for result in results:
         assert set(result["names"]) == {name for slices in wanted for name in slices}
         assert [seen["version"] for seen in result["refits"]] == [0, 1]
@@ -59,11 +62,15 @@ def check(results: list[dict[str, Any]], wanted: Sequence[Mapping[str, Slice]]) 
 
 @sampled(2)
 @pytest.mark.parametrize("layout", DENSE)
-def test_an_engine_s_rank_reads_slices_of_the_policy_s_weights_at_every_step(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_an_engine_s_rank_reads_slices_of_the_policy_s_weights_at_every_step(
+    pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
     family, world, changes, ranks = DENSE[layout]
     model = model_of(tmp_path, family)
     wanted = wanted_of(model, ranks)
-    results = pool.run(world, refit_jobs.sliced_refits, configured("megatron", model, changes), wanted, BUDGET)
+    results = pool.run(
+        world, refit_jobs.sliced_refits, configured("megatron", model, changes), wanted, BUDGET
+    )
     check(results, wanted)
     for result in results:
         # what is not cut alike, and nothing else, is gathered from the tensor-parallel neighbour
@@ -77,7 +84,8 @@ def test_an_engine_s_rank_reads_slices_of_the_policy_s_weights_at_every_step(poo
 @pytest.mark.parametrize(
     ("backend", "family", "world", "changes", "ranks"),
     [
-        # an engine of more ranks than the policy, ranks that read one another's slices, and backends that gather everything
+        # an engine of more ranks than the policy, ranks that read one another's slices, and backends that
+        # gather everything
         ("megatron", "qwen3", 2, {"tp": 2}, 4),
         pytest.param("dtensor", "qwen3", 2, {"tp": 2}, 2, marks=slow),
         pytest.param("fsdp1", "qwen3", 2, {}, 2, marks=slow),
@@ -85,16 +93,24 @@ def test_an_engine_s_rank_reads_slices_of_the_policy_s_weights_at_every_step(poo
     ids=["four-for-two", "dtensor", "fsdp1"],
 )
 def test_whole_weights_come_where_no_rank_has_what_is_read(
-    pool: WorkerPool, tmp_path: Path, backend: str, family: str, world: int, changes: dict[str, Any], ranks: int
+    pool: WorkerPool,
+    tmp_path: Path,
+    backend: str,
+    family: str,
+    world: int,
+    changes: dict[str, Any],
+    ranks: int,
 ) -> None:
     model = model_of(tmp_path, family)
-    results = pool.run(world, refit_jobs.sliced_refits, configured(backend, model, changes), wanted_of(model, ranks), BUDGET)
+    results = pool.run(
+        world, refit_jobs.sliced_refits, configured(backend, model, changes), wanted_of(model, ranks), BUDGET
+    )
     assert all(result["names"] == [] and result["whole_again"] for result in results)
 
 
 SP = {"sp": True, "multiple": 2}
-# family, ranks, layout, ranks of an engine, whether experts are divided over them, and the share of all experts that
-# comes to a rank from others of its stage
+# family, ranks, layout, ranks of an engine, whether experts are divided over them, and the share of all
+# experts that comes to a rank from others of its stage
 EXPERTS: dict[str, tuple[str, int, dict[str, Any], int, bool, float]] = {
     "cut-alike": ("qwen3_moe_mixed", 2, {"etp": 2, "tp": 2, **SP}, 2, False, 0),
     "divided-alike": ("qwen3_moe_mixed", 2, {"ep": 2, "etp": 1, "tp": 2, **SP}, 2, True, 0),
@@ -115,7 +131,9 @@ def test_experts_go_to_the_ranks_that_read_them(pool: WorkerPool, tmp_path: Path
     family, world, changes, ranks, divided, share = EXPERTS[layout]
     model = make_tiny(tmp_path / "model", family, tied=False, seed=5, layers=4)
     weights = stored(model)
-    experts = 1 + max((int(found[1]) for name in weights if (found := re.search(r"experts\.(\d+)\.", name))), default=0)
+    experts = 1 + max(
+        (int(found[1]) for name in weights if (found := re.search(r"experts\.(\d+)\.", name))), default=0
+    )
     wanted = wanted_of(model, ranks, experts if divided else 0)
     if family == "gpt_oss":
         wanted = tuple({**slices, **together_of(weights, rank, ranks)} for rank, slices in enumerate(wanted))
@@ -127,7 +145,10 @@ def test_experts_go_to_the_ranks_that_read_them(pool: WorkerPool, tmp_path: Path
     results = pool.run(world, refit_jobs.sliced_refits, config, wanted, budget)
     check(results, wanted)
     for result in results:
-        assert all(seen["experts_gathered"] == share * seen["experts"] and seen["experts"] > 0 for seen in result["refits"])
+        assert all(
+            seen["experts_gathered"] == share * seen["experts"] and seen["experts"] > 0
+            for seen in result["refits"]
+        )
 
 
 def together_of(weights: Mapping[str, torch.Tensor], rank: int, ranks: int) -> dict[str, Slice]:
@@ -143,9 +164,35 @@ SIZES: dict[str, tuple[int, int, int, int, set[str]]] = {
         6,
         128,
         2,
-        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"},
+        {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "embed_tokens",
+            "lm_head",
+        },
     ),
-    "grouped": (12, 3, 192, 3, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"}),
+    "grouped": (
+        12,
+        3,
+        192,
+        3,
+        {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "embed_tokens",
+            "lm_head",
+        },
+    ),
     # two ranks read one key head, which Megatron-Core cuts in two
     "fewer-key-heads": (8, 2, 101, 4, {"o_proj", "gate_proj", "up_proj", "down_proj"}),
 }
@@ -176,7 +223,9 @@ def test_slices_out_of_one_shard_are_those_of_the_whole_weight(tmp_path: Path, s
         for rank in range(ranks):
             shard = load_shard(rule, source, architecture, rank, ranks, padded)
             begins = [{rank: 0}, {rank: shard.numel()}]
-            plan = assembly_of([rule, rule], [shard.shape] * 2, ranks, architecture, slices=wanted[rank], begins=begins)
+            plan = assembly_of(
+                [rule, rule], [shard.shape] * 2, ranks, architecture, slices=wanted[rank], begins=begins
+            )
             # the same parameter twice, so that the second one does not lie at the beginning
             given = plan.tensors(torch.cat([shard.flatten(), shard.flatten()])[None])
             assert [name for name, _ in given] == 2 * [part.name for part in rule.parts]

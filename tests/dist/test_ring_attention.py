@@ -1,4 +1,5 @@
-"""Ring attention on real ranks, forward and backward, against a slow loop in float64 over whole sequences, and what it sends."""
+"""Ring attention on real ranks, forward and backward, against a slow loop in float64 over whole sequences,
+and what it sends."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def tensors(positions: int, rows: int, seed: int) -> list[Tensor]:
     return [torch.randn(rows, heads, positions, 5, generator=generator) for heads in (6, 2, 2, 6)]
 
 
-def attend(starts: tuple[int, ...], rows: int, window: int | None, seed: int, ring: bool, dtype: torch.dtype) -> dict[str, Any]:
+def attend(
+    starts: tuple[int, ...], rows: int, window: int | None, seed: int, ring: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     """This rank's output and gradients, the positions they belong to and how often each collective ran."""
     counts: Counter[str] = Counter()
 
@@ -48,13 +51,22 @@ def attend(starts: tuple[int, ...], rows: int, window: int | None, seed: int, ri
     with counted("all_gather_into_tensor"), counted("reduce_scatter_tensor"), counted("batch_isend_irecv"):
         output = attention(*leaves, layout, window=window)
         output.backward(pull)
-    return {"output": output.detach(), "gradients": [leaf.grad for leaf in leaves], "index": index, "counts": dict(counts)}
+    return {
+        "output": output.detach(),
+        "gradients": [leaf.grad for leaf in leaves],
+        "index": index,
+        "counts": dict(counts),
+    }
 
 
-def expected(starts: tuple[int, ...], rows: int, window: int | None, seed: int) -> tuple[Tensor, list[Tensor]]:
+def expected(
+    starts: tuple[int, ...], rows: int, window: int | None, seed: int
+) -> tuple[Tensor, list[Tensor]]:
     query, key, value, pull = tensors(starts[-1], rows, seed)
     leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    output = torch.cat([slow_attention(*(leaf[row : row + 1] for leaf in leaves), starts, window) for row in range(rows)])
+    output = torch.cat(
+        [slow_attention(*(leaf[row : row + 1] for leaf in leaves), starts, window) for row in range(rows)]
+    )
     output.backward(pull.double())
     return output.detach(), [leaf.grad for leaf in leaves]
 
@@ -84,7 +96,10 @@ def test_other_dtypes(pool: WorkerPool, dtype: torch.dtype) -> None:
     for one, other in zip(ring, gathered, strict=True):
         assert one["output"].dtype == dtype and all(gradient.dtype == dtype for gradient in one["gradients"])
         for got, beside, whole in zip(
-            [one["output"], *one["gradients"]], [other["output"], *other["gradients"]], [output, *gradients], strict=True
+            [one["output"], *one["gradients"]],
+            [other["output"], *other["gradients"]],
+            [output, *gradients],
+            strict=True,
         ):
             truth = whole[:, :, one["index"]]
             error, bound = (got.double() - truth).norm(), (beside.double() - truth).norm()

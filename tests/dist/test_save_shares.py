@@ -1,4 +1,5 @@
-"""Who writes a checkpoint: every data-parallel rank its share, and what is on disk is what the main replicas would have written."""
+"""Who writes a checkpoint: every data-parallel rank its share, and what is on disk is what the main replicas
+would have written."""
 
 from __future__ import annotations
 
@@ -68,14 +69,18 @@ def test_ranks_share_out_what_the_first_one_would_write(
     pool: WorkerPool, tiny_models: dict[str, Path], mixture: Path, tmp_path: Path, layout: str
 ) -> None:
     family, world, changes = LAYOUTS[layout]
-    config = policy_config(mixture if family == "qwen3_moe" else tiny_models[family], **{"gbs": 12, "mbs": 1, **changes})
+    config = policy_config(
+        mixture if family == "qwen3_moe" else tiny_models[family], **{"gbs": 12, "mbs": 1, **changes}
+    )
     groups = set(pool.run(world, save_jobs.save_both_ways, config, BATCH, tmp_path))
     for part in save_jobs.PARTS:
         new, old = tmp_path / "new" / part, tmp_path / "old" / part
         assert save_jobs.differences(new, old) == []
         for group in groups:
             assert evenly(new, group), (group, save_jobs.written(new))
-        assert world == 1 or not all(evenly(old, group) for group in groups), "who writes too much is not seen"
+        assert world == 1 or not all(evenly(old, group) for group in groups), (
+            "who writes too much is not seen"
+        )
     # an older checkpoint loads, and who has loaded it writes the same bytes as who wrote it
     pool.run(world, save_jobs.load_and_save, config, tmp_path / "old", tmp_path / "again")
     assert save_jobs.files_of(tmp_path / "again") == save_jobs.files_of(tmp_path / "new")
@@ -85,11 +90,17 @@ def test_ranks_share_out_what_the_first_one_would_write(
 @sampled(1)
 @pytest.mark.parametrize("part", save_jobs.PARTS)
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_disk_that_fails_at_a_later_rank(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, failing: int, part: str) -> None:
+def test_a_disk_that_fails_at_a_later_rank(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, failing: int, part: str
+) -> None:
     """All ranks hear of it, nothing is left, and the next save is whole."""
     config = policy_config(tiny_models["qwen2-tied"], gbs=12, mbs=1)
     for said, *left in pool.run(3, save_jobs.save_where_a_disk_fails, config, BATCH, tmp_path, failing, part):
-        assert said.startswith("CheckpointError: ") and "Input/output error" in said and f"RANK {failing}" in said, said
+        assert (
+            said.startswith("CheckpointError: ")
+            and "Input/output error" in said
+            and f"RANK {failing}" in said
+        ), said
         assert left == list(save_jobs.PARTS[: save_jobs.PARTS.index(part)])
     pool.run(3, save_jobs.load_and_save, config, tmp_path / "again", tmp_path / "more")
     assert save_jobs.files_of(tmp_path / "more") == save_jobs.files_of(tmp_path / "again")
@@ -108,9 +119,17 @@ TORCH: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @sampled(1)
 @pytest.mark.parametrize("layout", TORCH)
-def test_ranks_of_the_torch_backends_share_out_a_save(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_ranks_of_the_torch_backends_share_out_a_save(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
     backend, world, changes = TORCH[layout]
-    pool.run(world, save_jobs.save_once, CONFIG[backend](tiny_models["qwen2"], gbs=12, mbs=1, **changes), BATCH, tmp_path)
+    pool.run(
+        world,
+        save_jobs.save_once,
+        CONFIG[backend](tiny_models["qwen2"], gbs=12, mbs=1, **changes),
+        BATCH,
+        tmp_path,
+    )
     for part in save_jobs.PARTS:
         assert evenly(tmp_path / part, tuple(range(world))), save_jobs.written(tmp_path / part)
 
@@ -121,7 +140,14 @@ def test_ranks_of_the_torch_backends_share_out_a_save(pool: WorkerPool, tiny_mod
 def test_what_ranks_of_two_nodes_stage_is_together_what_they_write_to_one_disk(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str
 ) -> None:
-    pool.run(3, save_jobs.save_apart, CONFIG[backend](tiny_models["qwen2-tied"], gbs=12, mbs=1), BATCH, tmp_path, "aba")
+    pool.run(
+        3,
+        save_jobs.save_apart,
+        CONFIG[backend](tiny_models["qwen2-tied"], gbs=12, mbs=1),
+        BATCH,
+        tmp_path,
+        "aba",
+    )
     second = tmp_path / "second"
     whole, both = (
         {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
@@ -137,7 +163,10 @@ def test_what_ranks_of_two_nodes_stage_is_together_what_they_write_to_one_disk(
 
 
 BOXES = st.integers(0, 3).flatmap(
-    lambda axes: st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 3)).map(lambda it: (it[0], sum(it)))] * axes), max_size=7)
+    lambda axes: st.lists(
+        st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 3)).map(lambda it: (it[0], sum(it)))] * axes),
+        max_size=7,
+    )
 )
 
 

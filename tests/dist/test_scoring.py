@@ -1,4 +1,5 @@
-"""Models that score, in every layout and kind of micro-batch, against transformers' sequence classification in one process."""
+"""Models that score, in every layout and kind of micro-batch, against transformers' sequence classification
+in one process."""
 
 from __future__ import annotations
 
@@ -27,10 +28,24 @@ from tests.tiers import newest_megatron, sampled, slow
 SCORING = {"enabled": True}
 MEGATRON = {
     name: layout(name, padded="vpp" in name)
-    for name in ["tp1", "tp2", "tp2-sp", "dp2", "cp2", "pp2", "tp2-sp-pp2-uneven", "cp2-tp2-sp", "cp3-ring", "pp2-vpp2-tp2-sp"]
+    for name in [
+        "tp1",
+        "tp2",
+        "tp2-sp",
+        "dp2",
+        "cp2",
+        "pp2",
+        "tp2-sp-pp2-uneven",
+        "cp2-tp2-sp",
+        "cp3-ring",
+        "pp2-vpp2-tp2-sp",
+    ]
 }
 DTENSOR: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"dtensor-{name}": layout(name, torch=True) for name in ["dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp", "tp2-sp-dp2"]},
+    **{
+        f"dtensor-{name}": layout(name, torch=True)
+        for name in ["dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp", "tp2-sp-dp2"]
+    },
     "dtensor-tp2-named": (2, {"tp": 2, "plan": "tests.dist.plans.by_names"}),
 }
 FSDP1 = {"fsdp1-1": 1, "fsdp1-2": 2, "fsdp1-3": 3}
@@ -41,10 +56,14 @@ FAMILIES = {"vpp": "qwen3-four", "dtensor-tp2": "qwen2", "fsdp1": "qwen3"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models that score, saved by transformers, their weights random; the configs say tied, which means nothing for them."""
+    """Tiny models that score, saved by transformers, their weights random; the configs say tied, which means
+    nothing for them."""
     root = tmp_path_factory.mktemp("scoring")
     names = ["llama", "qwen2", "qwen3", "qwen3-four", "mixtral"]
-    return {name: make_scoring(root / name, name.removesuffix("-four"), 4 if "four" in name else 3) for name in names}
+    return {
+        name: make_scoring(root / name, name.removesuffix("-four"), 4 if "four" in name else 3)
+        for name in names
+    }
 
 
 def family_for(layout: str) -> str:
@@ -52,7 +71,8 @@ def family_for(layout: str) -> str:
 
 
 def config_for(layout: str, model: Path, batching: str, **changes: Any) -> tuple[int, dict[str, Any]]:
-    """World size and policy configuration; budgets of tokens that hold a pair of the longest sequences, padded."""
+    """World size and policy configuration; budgets of tokens that hold a pair of the longest sequences,
+    padded."""
     if layout in MEGATRON:
         world, placed = MEGATRON[layout]
         config = policy_config(model, batching=batching, **placed, **changes)
@@ -88,8 +108,11 @@ def values_and_scores(model: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 @sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str) -> None:
-    """Of every token; and the score of a sequence is what transformers' own class says of it, right-padded."""
+def test_values_equal_transformers(
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str
+) -> None:
+    """Of every token; and the score of a sequence is what transformers' own class says of it,
+    right-padded."""
     model = models[family_for(layout)]
     batch = make_batch(rows=7, length=13, seed=3)
     expected, scores = values_and_scores(model, batch)
@@ -110,7 +133,9 @@ LOSSES = {"preference": PreferenceLoss(), "value": ValueLoss(0.2)}
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_three_adam_steps_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, loss: str) -> None:
+def test_three_adam_steps_equal_transformers(
+    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, loss: str
+) -> None:
     check_training(pool, layout, models[family_for(layout)], batching, LOSSES[loss], mbs=2)
 
 
@@ -121,17 +146,24 @@ def test_a_mixture_of_experts_learns_to_score(pool: WorkerPool, models: dict[str
 
 
 @sampled(1)
-@pytest.mark.parametrize("changes", [{"mbs": 4}, {"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"mbs": 4}, {"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}], ids=str
+)
 def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], changes: dict[str, Any]) -> None:
     check_training(pool, "tp2-sp", models["llama"], "fixed", PreferenceLoss(), **changes)
 
 
-def check_training(pool: WorkerPool, layout: str, model: Path, batching: str, loss_fn: Any, **changes: Any) -> None:
+def check_training(
+    pool: WorkerPool, layout: str, model: Path, batching: str, loss_fn: Any, **changes: Any
+) -> None:
     batches = [pair_batch(seed=seed) for seed in (1, 2, 3)]
-    losses, norms, weights = run_reference(model, policy_config(model, gbs=12), batches, loss_fn, kind="scoring")
+    losses, norms, weights = run_reference(
+        model, policy_config(model, gbs=12), batches, loss_fn, kind="scoring"
+    )
     world, config = config_for(layout, model, batching, gbs=12, **changes)
     results = pool.run(world, jobs.train, config, batches, loss_fn)
-    # of a mixture transformers keeps all experts of a layer in one tensor; those that go by one name on both sides are compared
+    # of a mixture transformers keeps all experts of a layer in one tensor; those that go by one name on both
+    # sides are compared
     common = weights.keys() & results[0]["weights"].keys()
     assert "score.weight" in common and (common == weights.keys() or "mixtral" in model.name)
     for result in results:
@@ -142,12 +174,18 @@ def check_training(pool: WorkerPool, layout: str, model: Path, batching: str, lo
 # checkpoints, exports, a new score layer
 
 
-SAVED = {"megatron": ("tp2-sp-pp2-uneven", "tp1"), "dtensor": ("dtensor-tp2-sp", "fsdp1-1"), "fsdp1": ("fsdp1-2", "dtensor-dp2")}
+SAVED = {
+    "megatron": ("tp2-sp-pp2-uneven", "tp1"),
+    "dtensor": ("dtensor-tp2-sp", "fsdp1-1"),
+    "fsdp1": ("fsdp1-2", "dtensor-dp2"),
+}
 
 
 @sampled(1)
 @pytest.mark.parametrize("saved", SAVED)
-def test_training_goes_on_from_a_checkpoint(pool: WorkerPool, models: dict[str, Path], saved: str, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint(
+    pool: WorkerPool, models: dict[str, Path], saved: str, tmp_path: Path
+) -> None:
     """To the bit in its own layout, and in another one, or on another torch backend, to rounding."""
     batches = [pair_batch(seed=seed) for seed in (1, 2, 3)]
     own, other = SAVED[saved]
@@ -174,7 +212,8 @@ class PaddingWith3:
 def test_a_language_model_gets_a_score_layer_and_is_exported(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, tmp_path: Path
 ) -> None:
-    """Drawn from the seed alone, so that it is the same everywhere; transformers loads the export and gives the same scores."""
+    """Drawn from the seed alone, so that it is the same everywhere; transformers loads the export and gives
+    the same scores."""
     model, batch = tiny_models["qwen2-tied"], make_batch(rows=6, length=11, seed=4)
     batch["input_ids"] = batch["input_ids"].clamp(min=4)
     padding = torch.arange(11)[None] >= batch["input_lengths"][:, None]
@@ -215,7 +254,9 @@ def test_in_16_bit_values_are_near(pool: WorkerPool, models: dict[str, Path], la
 
 @sampled(1)
 @pytest.mark.parametrize("layout", ["tp2-sp-pp2-uneven", "dtensor-dp2", "fsdp1-1"])
-def test_the_memory_estimate_counts_its_parameters(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
+def test_the_memory_estimate_counts_its_parameters(
+    pool: WorkerPool, models: dict[str, Path], layout: str
+) -> None:
     world, config = config_for(layout, models["llama"], "fixed")
     facts = facts_of_policy(config)
     assert facts is not None and facts.head is not None
@@ -231,9 +272,16 @@ def test_the_memory_estimate_counts_its_parameters(pool: WorkerPool, models: dic
 
 @sampled(1)
 @pytest.mark.parametrize("layout", ["tp1", "dtensor-dp2", "fsdp1-1"])
-def test_what_a_model_that_scores_does_not_do(pool: WorkerPool, models: dict[str, Path], tiny_models: dict[str, Path], layout: str) -> None:
+def test_what_a_model_that_scores_does_not_do(
+    pool: WorkerPool, models: dict[str, Path], tiny_models: dict[str, Path], layout: str
+) -> None:
     world, config = config_for(layout, models["llama"], "fixed")
-    calls: dict[str, Any] = {"get_logprobs": {"data": {}}, "generate": {"data": {}}, "prepare_refit_info": {}, "begin_refit": {}}
+    calls: dict[str, Any] = {
+        "get_logprobs": {"data": {}},
+        "generate": {"data": {}},
+        "prepare_refit_info": {},
+        "begin_refit": {},
+    }
     calls["train"] = {"data": {}, "loss_fn": NLLLoss()}
     said = pool.run(world, scoring_jobs.refused, config, calls)[0]
     assert said.keys() == calls.keys()
@@ -243,11 +291,16 @@ def test_what_a_model_that_scores_does_not_do(pool: WorkerPool, models: dict[str
     of_language = {**config, "model_name": str(tiny_models["llama"]), "reward_model_cfg": None}
     calls = {"get_values": {"data": {}}, "train": {"data": {}, "loss_fn": PreferenceLoss()}}
     said = pool.run(world, scoring_jobs.refused, of_language, calls)[0]
-    assert "this is a language model" in said["get_values"] and "a loss of values, of a model that scores" in said["train"]
+    assert (
+        "this is a language model" in said["get_values"]
+        and "a loss of values, of a model that scores" in said["train"]
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp1", "fsdp1-1"])
-def test_a_model_that_scores_is_asked_for_as_such(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
+def test_a_model_that_scores_is_asked_for_as_such(
+    pool: WorkerPool, models: dict[str, Path], layout: str
+) -> None:
     world, config = config_for(layout, models["llama"], "fixed")
     [said] = pool.run(world, scoring_jobs.refused, {**config, "reward_model_cfg": {"enabled": False}}, {})
     assert "build" in said and "score" in said["build"], said
@@ -256,7 +309,8 @@ def test_a_model_that_scores_is_asked_for_as_such(pool: WorkerPool, models: dict
 def test_a_checkpoint_of_the_other_kind_is_refused(
     pool: WorkerPool, models: dict[str, Path], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Megatron-Core would take the first row of a vocabulary for a score layer, and a score layer for the first row of a vocabulary."""
+    """Megatron-Core would take the first row of a vocabulary for a score layer, and a score layer for the
+    first row of a vocabulary."""
     world, scoring = config_for("pp2", models["llama"], "fixed")
     language = {**scoring, "model_name": str(tiny_models["llama"]), "reward_model_cfg": None}
     for name, own, other in (("language", language, scoring), ("scoring", scoring, language)):

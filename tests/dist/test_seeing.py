@@ -1,4 +1,5 @@
-"""Published models that also see: their text is trained as transformers trains it, and everything else comes out as it was."""
+"""Published models that also see: their text is trained as transformers trains it, and everything else comes
+out as it was."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ LAYOUTS = {
 }
 
 
-def train_and_export(config: Mapping[str, Any], batches: list[dict[str, Tensor]], directory: str) -> dict[str, Any]:
+def train_and_export(
+    config: Mapping[str, Any], batches: list[dict[str, Tensor]], directory: str
+) -> dict[str, Any]:
     """Train, and write a model."""
     worker = jobs.build(config, init_reference_model=False)
     losses = [jobs.step(worker, batch, ClippedPGLossFn(PG_LOSS))[0] for batch in batches]
@@ -47,7 +50,9 @@ def train_and_export(config: Mapping[str, Any], batches: list[dict[str, Tensor]]
 
 @sampled(2)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_text_is_trained_and_the_rest_is_exported_as_it_was(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+def test_the_text_is_trained_and_the_rest_is_exported_as_it_was(
+    pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
     family, tied = kind.split("-")
     model = make_seeing(tmp_path / "model", family, tied=tied == "tied", seed=71)
     text = save_text_part(model, tmp_path / "text")
@@ -60,9 +65,15 @@ def test_the_text_is_trained_and_the_rest_is_exported_as_it_was(pool: WorkerPool
     weights = results[0]["weights"]
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in weights)
     assert [result["losses"] for result in results] == [result["losses"] for result in expected]
-    check_equal({name.replace("model.language_model.", "model."): tensor for name, tensor in weights.items()}, expected[0]["weights"])
+    check_equal(
+        {name.replace("model.language_model.", "model."): tensor for name, tensor in weights.items()},
+        expected[0]["weights"],
+    )
 
-    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "hf" / "model.safetensors")
+    before, after = (
+        load_file(model / "model.safetensors"),
+        load_file(tmp_path / "out" / "hf" / "model.safetensors"),
+    )
     untouched = [name for name in before if name.startswith(("model.visual.", "mtp."))]
     assert len(untouched) > 40 and all(torch.equal(after[name], before[name]) for name in untouched)
     check_equal({name: after[name] for name in after if name not in untouched}, weights)
@@ -83,16 +94,32 @@ def check_opens(directory: Path, tensors: Mapping[str, Tensor]) -> None:
             assert torch.equal(parameter, tensors[name]), name
     patches, width = 16, 3 * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
     pictures = {"pixel_values": torch.randn(patches, width), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    ids = torch.tensor([[5, TOKENS["vision_start_token_id"], *[TOKENS["image_token_id"]] * 4, TOKENS["vision_end_token_id"], 7]])
+    ids = torch.tensor(
+        [
+            [
+                5,
+                TOKENS["vision_start_token_id"],
+                *[TOKENS["image_token_id"]] * 4,
+                TOKENS["vision_end_token_id"],
+                7,
+            ]
+        ]
+    )
     kinds = (ids == TOKENS["image_token_id"]).int()
     with torch.no_grad():
         assert loaded(input_ids=ids, mm_token_type_ids=kinds, **pictures).logits.isfinite().all()
 
 
 def check_export(run: Path, model: Path, expected: Mapping[str, Tensor]) -> None:
-    """A checkpoint becomes the same model, with what training left untouched from the model that it began with."""
-    with pytest.raises(ConversionError, match=r"holds the text alone of a model that also sees.*--untouched-from"):
+    """A checkpoint becomes the same model, with what training left untouched from the model that it began
+    with."""
+    with pytest.raises(
+        ConversionError, match=r"holds the text alone of a model that also sees.*--untouched-from"
+    ):
         plan_export(open_megatron(run / "weights"))
     export_model(plan_export(open_megatron(run / "weights"), untouched_from=model), run / "exported")
     check_equal(load_file(run / "exported" / "model.safetensors"), expected)
-    assert json.loads((run / "exported" / "config.json").read_text())["vision_config"]["depth"] == VISION["depth"]
+    assert (
+        json.loads((run / "exported" / "config.json").read_text())["vision_config"]["depth"]
+        == VISION["depth"]
+    )

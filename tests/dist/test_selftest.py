@@ -1,4 +1,5 @@
-"""``megarl convert selftest`` with a Megatron-Core worker: it passes what is right, and finds what no round trip can."""
+"""``megarl convert selftest`` with a Megatron-Core worker: it passes what is right, and finds what no round
+trip can."""
 
 from __future__ import annotations
 
@@ -51,9 +52,15 @@ def test_a_family_that_transformers_knows_by_another_name(pool: WorkerPool) -> N
 
 @slow
 def test_a_family_of_a_user(pool: WorkerPool, tmp_path: Path) -> None:
-    found = results(pool, written(tmp_path, GRANITE), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"})
+    found = results(
+        pool, written(tmp_path, GRANITE), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"}
+    )
     assert "failed" not in found.values()
-    assert found["log-probabilities", "as it is"] == found["log-probabilities", "tie_word_embeddings = true"] == "passed"
+    assert (
+        found["log-probabilities", "as it is"]
+        == found["log-probabilities", "tie_word_embeddings = true"]
+        == "passed"
+    )
     # Megatron-Core has biases everywhere, nowhere, or on queries, keys and values alone
     assert found["log-probabilities", "mlp_bias = true"] == "left out"
 

@@ -1,5 +1,5 @@
-"""Optimizer states below float32 on the backends: runs that were saved go on to the bit, other layouts read them, copies of a weight stay
-copies."""
+"""Optimizer states below float32 on the backends: runs that were saved go on to the bit, other layouts read
+them, copies of a weight stay copies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_megatron_resumes_to_the_bit(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, states: str, precision: str
 ) -> None:
     world, changes = LAYOUTS[layout]
-    chosen = {key: value for key, value in STATES[states].items() if precision == "bfloat16" or key != "master_dtype"}
+    chosen = {
+        key: value
+        for key, value in STATES[states].items()
+        if precision == "bfloat16" or key != "master_dtype"
+    }
     config = megatron(tiny_models["qwen3"], chosen, precision=precision, **changes)
     undisturbed = pool.run(world, train_and_save, config, tmp_path)[0]
     resumed = pool.run(world, load_and_train, config, tmp_path, False)[0]
@@ -65,11 +69,17 @@ def test_megatron_resumes_to_the_bit(
 
 
 def trained(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Exported weights after some steps, the last gradient's norm, this rank's own parameters, and how many of them step."""
+    """Exported weights after some steps, the last gradient's norm, this rank's own parameters, and how many
+    of them step."""
     worker = jobs.build(config, init_reference_model=False)
     for batch in BATCHES[:steps]:
-        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
-    own = {name: (parameter.detach().clone(), is_divided(parameter)) for name, parameter in worker.backend.parameters()}
+        result = worker.train(
+            data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss()
+        )
+    own = {
+        name: (parameter.detach().clone(), is_divided(parameter))
+        for name, parameter in worker.backend.parameters()
+    }
     found = {"weights": jobs.full_weights(worker), "norm": float(result["grad_norm"]), "own": own}
     worker.backend.close()
     return found
@@ -83,7 +93,9 @@ def is_divided(parameter: Any) -> bool:
 @sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduced", [True, False], ids=["float32-gradients", "bf16-gradients"])
-def test_the_first_clipped_step_is_that_of_float32(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, reduced: bool) -> None:
+def test_the_first_clipped_step_is_that_of_float32(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, reduced: bool
+) -> None:
     """Moments are rounded when they are stored, after the step that they are made for."""
     world, changes = LAYOUTS[layout]
     found = []
@@ -107,12 +119,20 @@ def test_the_first_clipped_step_is_that_of_float32(pool: WorkerPool, tiny_models
 def test_states_in_host_memory_are_stepped_to_the_bit(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, share: float, states: str, precision: str
 ) -> None:
-    """Whatever share of them is there, also where a shard is cut; of float32 the other optimizer is Megatron-Core's with our Adam."""
+    """Whatever share of them is there, also where a shard is cut; of float32 the other optimizer is
+    Megatron-Core's with our Adam."""
     world, changes = LAYOUTS[layout]
     found = []
     for states_there in ({}, {"optimizer_offload_fraction": share}):
         chosen: dict[str, Any] = {**STATES.get(states, {}), **states_there}
-        found.append(pool.run(world, trained, megatron(tiny_models["qwen3"], chosen, precision=precision, clip=0.05, **changes), 4)[0])
+        found.append(
+            pool.run(
+                world,
+                trained,
+                megatron(tiny_models["qwen3"], chosen, precision=precision, clip=0.05, **changes),
+                4,
+            )[0]
+        )
     one, other = found
     assert one["norm"] == other["norm"]
     for name, tensor in one["weights"].items():
@@ -122,13 +142,18 @@ def test_states_in_host_memory_are_stepped_to_the_bit(
 @newest_megatron
 @sampled(2)
 @pytest.mark.parametrize(("layout", "states"), [("tp2", "no-master"), ("pp2", "bf16"), ("pp2", "no-master")])
-def test_copies_of_a_weight_stay_copies(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, states: str) -> None:
+def test_copies_of_a_weight_stay_copies(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, states: str
+) -> None:
     """What tensor-parallel ranks have in full, and the embedding that the last stage has a copy of."""
     world, changes = LAYOUTS[layout]
     chosen = {key: "bfloat16" if layout == "pp2" else value for key, value in STATES[states].items()}
     one, other = pool.run(world, trained, megatron(tiny_models["qwen3-tied"], chosen, **changes), 4)
     if layout == "pp2":
-        first, last = one["own"]["embedding.word_embeddings.weight"][0], other["own"]["output_layer.weight"][0]
+        first, last = (
+            one["own"]["embedding.word_embeddings.weight"][0],
+            other["own"]["output_layer.weight"][0],
+        )
         assert torch.equal(first, last)
         return
     whole = [name for name, (_, divided) in one["own"].items() if not divided]
@@ -138,21 +163,28 @@ def test_copies_of_a_weight_stay_copies(pool: WorkerPool, tiny_models: dict[str,
 
 
 def copies_after_a_load(config: Mapping[str, Any], directory: Path) -> bool:
-    """Whether the optimizer's copies are the weights, after weights alone were loaded into a worker that has trained."""
+    """Whether the optimizer's copies are the weights, after weights alone were loaded into a worker that has
+    trained."""
     worker = jobs.build(config, init_reference_model=False)
     worker.save_checkpoint(str(directory / "weights"))
     worker.train(data=jobs.my_share(worker, BATCHES[0], config["train_global_batch_size"]), loss_fn=NLLLoss())
     worker.load_checkpoint(str(directory / "weights"))
     adams = [inner.optimizer for inner in worker.backend.optimizer.chained_optimizers]
     shards = [(adam, shard) for adam in adams for group in adam.param_groups for shard in group["params"]]
-    same = all(torch.equal(adam.read_state(shard, "param").to(shard.dtype), shard.detach()) for adam, shard in shards)
+    same = all(
+        torch.equal(adam.read_state(shard, "param").to(shard.dtype), shard.detach()) for adam, shard in shards
+    )
     worker.backend.close()
     return same and len(shards) > 10
 
 
 @newest_megatron
-def test_copies_follow_weights_that_are_loaded(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    assert pool.run(1, copies_after_a_load, megatron(tiny_models["qwen3"], STATES["8bit-host"]), tmp_path) == [True]
+def test_copies_follow_weights_that_are_loaded(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    assert pool.run(
+        1, copies_after_a_load, megatron(tiny_models["qwen3"], STATES["8bit-host"]), tmp_path
+    ) == [True]
 
 
 @newest_megatron
@@ -167,20 +199,34 @@ def test_another_layout_and_another_format_read_the_state(
     first, then = formats[before], formats[after or before]
     undisturbed = pool.run(2, train_and_save, megatron(tiny_models["llama"], first, tp=2), tmp_path)[0]
     resumed = pool.run(2, load_and_train, megatron(tiny_models["llama"], then), tmp_path, False)[0]
-    for (loss, norm, rate), (expected_loss, expected_norm, expected_rate) in zip(resumed["measured"], undisturbed["measured"], strict=True):
-        assert abs(loss - expected_loss) < 0.01 * expected_loss and abs(norm - expected_norm) < 0.1 * expected_norm
+    for (loss, norm, rate), (expected_loss, expected_norm, expected_rate) in zip(
+        resumed["measured"], undisturbed["measured"], strict=True
+    ):
+        assert (
+            abs(loss - expected_loss) < 0.01 * expected_loss
+            and abs(norm - expected_norm) < 0.1 * expected_norm
+        )
         assert rate == expected_rate
 
 
 @sampled("values")
 @pytest.mark.parametrize("states", ["bf16", "8bit", "8bit-mean", "8bit-square"])
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, None)], ids=["one", "dp2", "tp2", "fsdp1"])
+@pytest.mark.parametrize(
+    ("world", "changes"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, None)], ids=["one", "dp2", "tp2", "fsdp1"]
+)
 def test_torch_backends_resume_to_the_bit(
-    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, changes: dict[str, Any] | None, states: str
+    pool: WorkerPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    world: int,
+    changes: dict[str, Any] | None,
+    states: str,
 ) -> None:
     model = tiny_models["qwen3-tied"]
     config = fsdp1_config(model) if changes is None else dtensor_config(model, **changes)
-    kwargs = {key: value for key, value in config["optimizer"]["kwargs"].items() if key not in ("foreach", "fused")}
+    kwargs = {
+        key: value for key, value in config["optimizer"]["kwargs"].items() if key not in ("foreach", "fused")
+    }
     config["optimizer"] |= {"kwargs": kwargs, **STATES[states]}
     undisturbed = pool.run(world, train_and_save, config, tmp_path)[0]
     resumed = pool.run(world, load_and_train, config, tmp_path, False)[0]

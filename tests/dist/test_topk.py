@@ -1,4 +1,5 @@
-"""The most likely tokens, and a loss over a teacher's, in every layout and kind of micro-batch, against plain transformers."""
+"""The most likely tokens, and a loss over a teacher's, in every layout and kind of micro-batch, against plain
+transformers."""
 
 from __future__ import annotations
 
@@ -36,8 +37,11 @@ def language_config(layout: str, model: Path, batching: str, **changes: Any) -> 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_of_equal_logits_the_lower_token_wins_on_every_rank(pool: WorkerPool, world: int, dtype: torch.dtype) -> None:
-    """Logits of few levels, so that ties cross ranks; the columns that only fill are the largest, and never chosen."""
+def test_of_equal_logits_the_lower_token_wins_on_every_rank(
+    pool: WorkerPool, world: int, dtype: torch.dtype
+) -> None:
+    """Logits of few levels, so that ties cross ranks; the columns that only fill are the largest, and never
+    chosen."""
     columns, size = 5 * world, 5 * world - 6
     logits = torch.randint(-2, 2, (40, columns), generator=torch.Generator().manual_seed(world)).to(dtype)
     logits[0] = 0.0
@@ -45,24 +49,32 @@ def test_of_equal_logits_the_lower_token_wins_on_every_rank(pool: WorkerPool, wo
     logits[:, size:] = 9.0
     for count in (1, 4, size):
         rows = logits[:, :size].tolist()
-        expected = [sorted(range(size), key=lambda token, row=row: (-row[token], token))[:count] for row in rows]
+        expected = [
+            sorted(range(size), key=lambda token, row=row: (-row[token], token))[:count] for row in rows
+        ]
         for found in pool.run(world, topk_jobs.largest_of_shards, logits, size, count):
             assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_log_probabilities_of_given_tokens_and_their_gradients_equal_float64(pool: WorkerPool, world: int) -> None:
+def test_log_probabilities_of_given_tokens_and_their_gradients_equal_float64(
+    pool: WorkerPool, world: int
+) -> None:
     columns, size, generator = 6 * world, 6 * world - 7, torch.Generator().manual_seed(world)
     logits = 3 * torch.randn(9, columns, generator=generator, dtype=torch.float64)
     targets, further = (torch.randint(size, shape, generator=generator) for shape in ((9,), (9, 4)))
     weights = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     exact = logits.clone().requires_grad_()
-    expected = (exact[:, :size] / 0.7).log_softmax(-1).gather(1, torch.cat([targets[:, None], further], dim=1))
+    expected = (
+        (exact[:, :size] / 0.7).log_softmax(-1).gather(1, torch.cat([targets[:, None], further], dim=1))
+    )
     (expected * weights).sum().backward()
     results = pool.run(world, topk_jobs.scores_of_shards, logits, targets, further, weights, size)
     for values, _ in results:
         torch.testing.assert_close(values, expected.detach(), atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in results], dim=1), exact.grad, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([gradient for _, gradient in results], dim=1), exact.grad, atol=1e-12, rtol=1e-12
+    )
 
 
 # workers
@@ -95,7 +107,11 @@ def test_the_most_likely_tokens_equal_transformers(
         follows = follows & torch.nn.functional.pad(wanted[:, 1:], (0, 1))
     for found in pool.run(world, topk_jobs.topk, {**config, **chunk}, batch, 5, skips):
         logits, tokens = found["topk_logits"], found["topk_indices"]
-        assert logits.dtype == torch.float32 and tokens.dtype == torch.int64 and logits.shape == tokens.shape == (7, 13, 5)
+        assert (
+            logits.dtype == torch.float32
+            and tokens.dtype == torch.int64
+            and logits.shape == tokens.shape == (7, 13, 5)
+        )
         # of two that are equal to rounding, either may be first
         torch.testing.assert_close(logits[follows], expected.topk(5).values[follows], atol=1e-5, rtol=0)
         torch.testing.assert_close(logits[follows], expected.gather(2, tokens)[follows], atol=1e-5, rtol=0)
@@ -108,11 +124,17 @@ def test_too_many_tokens_are_refused(pool: WorkerPool, tiny_models: dict[str, Pa
     world, config = language_config("tp2", tiny_models["llama"], "fixed")
     batch = make_batch(rows=4, length=6)
     for said in pool.run(world, topk_jobs.refusals, config, batch, [0, VOCABULARY + 1, VOCABULARY]):
-        assert said[0].startswith("BatchError: k = 0") and "Fix" in said[0] and said[1].startswith(f"BatchError: k = {VOCABULARY + 1}")
+        assert (
+            said[0].startswith("BatchError: k = 0")
+            and "Fix" in said[0]
+            and said[1].startswith(f"BatchError: k = {VOCABULARY + 1}")
+        )
         assert said[2] == "no error"
     cut = {**config, "generation": {**config["generation"], "top_p": 0.9}}
     for said in pool.run(world, topk_jobs.refusals, cut, batch, [3]):
-        assert said[0].startswith("ConfigError: policy.generation: top_k = None, top_p = 0.9 leave tokens out")
+        assert said[0].startswith(
+            "ConfigError: policy.generation: top_k = None, top_p = 0.9 leave tokens out"
+        )
 
 
 LOSSES = {
@@ -125,7 +147,11 @@ LOSSES = {
 def distillation_batch(seed: int) -> dict[str, Tensor]:
     """With the three most likely tokens of a teacher that is none of the models."""
     batch = make_batch(12, 12, seed)
-    teacher = (2 * torch.randn(12, 12, VOCABULARY, generator=torch.Generator().manual_seed(seed))).log_softmax(-1).topk(3)
+    teacher = (
+        (2 * torch.randn(12, 12, VOCABULARY, generator=torch.Generator().manual_seed(seed)))
+        .log_softmax(-1)
+        .topk(3)
+    )
     return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
 
 
@@ -142,4 +168,6 @@ def test_three_adam_steps_equal_transformers(
     described = policy_config(model, gbs=12, temperature=0.8)
     expected = run_reference(model, described, batches, LOSSES[loss], kind="distillation")
     world, config = language_config(layout, model, batching, gbs=12, temperature=0.8)
-    check_trained(pool.run(world, jobs.train, {**config, "logprob_chunk_size": chunk}, batches, LOSSES[loss]), *expected)
+    check_trained(
+        pool.run(world, jobs.train, {**config, "logprob_chunk_size": chunk}, batches, LOSSES[loss]), *expected
+    )

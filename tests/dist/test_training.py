@@ -1,5 +1,6 @@
-"""Every backend in every layout and kind of micro-batch against one process of plain transformers: log-probabilities, and losses,
-gradient norms and weights of three Adam steps. The cases are a table, ``tests/data/training.yaml``."""
+"""Every backend in every layout and kind of micro-batch against one process of plain transformers:
+log-probabilities, and losses, gradient norms and weights of three Adam steps. The cases are a table,
+``tests/data/training.yaml``."""
 
 from __future__ import annotations
 
@@ -31,12 +32,24 @@ def cases(kind: str) -> Iterator[Any]:
             for name in row["layouts"].split():
                 for batching in row.get("batchings", "fixed").split():
                     changes = row.get("changes", {})
-                    values = (row["backend"], model, name, batching, row.get("loss", ""), row.get("padded", False), changes)
+                    values = (
+                        row["backend"],
+                        model,
+                        name,
+                        batching,
+                        row.get("loss", ""),
+                        row.get("padded", False),
+                        changes,
+                    )
                     words = [*values[:5], *(f"{key}={value}" for key, value in changes.items())]
-                    yield pytest.param(*values, id="-".join(filter(None, words)), marks=[slow] if "slow" in row else [])
+                    yield pytest.param(
+                        *values, id="-".join(filter(None, words)), marks=[slow] if "slow" in row else []
+                    )
 
 
-def placed(backend: str, name: str, padded: bool, batching: str, changes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def placed(
+    backend: str, name: str, padded: bool, batching: str, changes: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
     """Ranks, and all changes of a configuration."""
     world, sizes = layout(name, torch=backend != "megatron", padded=padded)
     return world, {**sizes, "batching": batching, **changes}
@@ -46,13 +59,22 @@ def placed(backend: str, name: str, padded: bool, batching: str, changes: dict[s
 @sampled(18)
 @pytest.mark.parametrize(NAMES, cases("logprobs"))
 def test_logprobs_equal_transformers(
-    pool: WorkerPool, model_of: Callable[[str], Path], backend: str, model: str, layout: str, batching: str, loss: str, padded: bool,
+    pool: WorkerPool,
+    model_of: Callable[[str], Path],
+    backend: str,
+    model: str,
+    layout: str,
+    batching: str,
+    loss: str,
+    padded: bool,
     changes: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     world, settings = placed(backend, layout, padded, batching, changes)
     batch = make_batch(rows=10, length=19, seed=3)
     expected = reference.logprobs_of(model_of(model), batch, 0.7)
-    for result in pool.run(world, jobs.logprobs, CONFIG[backend](model_of(model), temperature=0.7, **settings), batch):
+    for result in pool.run(
+        world, jobs.logprobs, CONFIG[backend](model_of(model), temperature=0.7, **settings), batch
+    ):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
 
@@ -61,9 +83,16 @@ def test_logprobs_equal_transformers(
 @sampled(36)
 @pytest.mark.parametrize(NAMES, cases("training"))
 def test_three_adam_steps_equal_transformers(
-    pool: WorkerPool, model_of: Callable[[str], Path], backend: str, model: str, layout: str, batching: str, loss: str, padded: bool,
+    pool: WorkerPool,
+    model_of: Callable[[str], Path],
+    backend: str,
+    model: str,
+    layout: str,
+    batching: str,
+    loss: str,
+    padded: bool,
     changes: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     world, settings = placed(backend, layout, padded, batching, changes)
     check_training(pool, backend, world, model_of(model), loss, **settings)
 
@@ -71,8 +100,11 @@ def test_three_adam_steps_equal_transformers(
 @sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_reductions_in_overlap_change_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], precision: str) -> None:
-    """As they are by default on two replicas, each with four micro-batches; there is one bucket, so that what is added is the same.
+def test_reductions_in_overlap_change_no_bit(
+    pool: WorkerPool, tiny_models: dict[str, Path], precision: str
+) -> None:
+    """As they are by default on two replicas, each with four micro-batches; there is one bucket, so that what
+    is added is the same.
 
     Megatron-Core learns in the first batch when a bucket is complete: the others are reduced in overlap.
     """
@@ -89,5 +121,7 @@ def test_reductions_in_overlap_change_no_bit(pool: WorkerPool, tiny_models: dict
 @sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("changes", [{}, {"recompute": ["mlp"]}], ids=["kept", "recomputed"])
-def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:
+def test_functions_that_a_gpu_fuses_give_the_same(
+    pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]
+) -> None:
     check_fusions(pool, policy_config(tiny_models["qwen3"], **changes))

@@ -1,4 +1,5 @@
-"""Transformer Engine that works on some ranks only: a package stands for it, and a GPU is pretended. All ranks build the same layers."""
+"""Transformer Engine that works on some ranks only: a package stands for it, and a GPU is pretended. All
+ranks build the same layers."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ RANKS = 4
 REASON = "it cannot be imported (OSError: libtransformer_engine.so: undefined symbol: _ZN3c10)"
 
 
-def computed(config: Mapping[str, Any], directory: Path, codes: Mapping[int, str | None]) -> tuple[Any, list[str]]:
-    """Log-probabilities, or the error, on a rank whose package is ``codes``'s (None: none is installed), and what was logged there."""
+def computed(
+    config: Mapping[str, Any], directory: Path, codes: Mapping[int, str | None]
+) -> tuple[Any, list[str]]:
+    """Log-probabilities, or the error, on a rank whose package is ``codes``'s (None: none is installed), and
+    what was logged there."""
     code = codes[dist.get_rank()]
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -64,7 +68,8 @@ def computed(config: Mapping[str, Any], directory: Path, codes: Mapping[int, str
 
 @newest_megatron
 def test_one_rank_decides_for_all(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """A rank with Transformer Engine's layers would wait for its neighbours; each rank without it says why, once."""
+    """A rank with Transformer Engine's layers would wait for its neighbours; each rank without it says why,
+    once."""
     config = policy_config(tiny_models["qwen2-tied"], tp=2, pp=2, first=1, last=2)
     plain = pool.run(RANKS, jobs.logprobs, config, make_batch(8, 9, seed=0))[0]
     answers = pool.run(RANKS, computed, config, tmp_path, {0: WORKS, 1: WORKS, 2: LINKER, 3: None})
@@ -75,7 +80,9 @@ def test_one_rank_decides_for_all(pool: WorkerPool, tiny_models: dict[str, Path]
 
 
 @newest_megatron
-def test_where_it_is_asked_for_all_ranks_refuse(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_where_it_is_asked_for_all_ranks_refuse(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     config = policy_config(tiny_models["qwen2-tied"], tp=2)
     config["megatron_cfg"]["transformer_engine"] = True
     (first, _), (second, _) = pool.run(2, computed, config, tmp_path, {0: WORKS, 1: LINKER})
@@ -93,7 +100,8 @@ def agreed(working: int) -> tuple[bool, bool]:
 
 
 def built(config: Mapping[str, Any], finds_it: int) -> str:
-    """Return the error of building a policy of which only some ranks have found Transformer Engine's optimizers."""
+    """Return the error of building a policy of which only some ranks have found Transformer Engine's
+    optimizers."""
     with patched((optimizer.distrib_optimizer, "USING_TE_OPTIMIZER", dist.get_rank() < finds_it)):
         try:
             jobs.build(config, init_reference_model=False).backend.close()
@@ -104,18 +112,25 @@ def built(config: Mapping[str, Any], finds_it: int) -> str:
 
 @newest_megatron
 def test_ranks_with_other_optimizers_are_refused(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
-    """Whose optimizers a rank has is decided by the import of Megatron-Core, which no agreement on the layers reaches."""
+    """Whose optimizers a rank has is decided by the import of Megatron-Core, which no agreement on the layers
+    reaches."""
     config = policy_config(tiny_models["qwen2-tied"])
     assert pool.run(2, built, config, 0) == ["", ""]
     first, second = pool.run(2, built, config, 1)
     host = socket.gethostname()
     assert first == second
-    assert f"Transformer Engine's: rank 0 on {host}; none: rank 1 on {host}" in first and "bash launch/gpu_environment.sh" in first
+    assert (
+        f"Transformer Engine's: rank 0 on {host}; none: rank 1 on {host}" in first
+        and "bash launch/gpu_environment.sh" in first
+    )
 
 
-def trained_with_sums_in_products(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-    """Train with layers that add the gradients of their weights inside the products, as Transformer Engine's do, and no Apex; returns the
-    rows of those weights too. Megatron-Core's own layers stand for Transformer Engine's, with a kernel that is written here."""
+def trained_with_sums_in_products(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[int]]:
+    """Train with layers that add the gradients of their weights inside the products, as Transformer Engine's
+    do, and no Apex; returns the rows of those weights too. Megatron-Core's own layers stand for Transformer
+    Engine's, with a kernel that is written here."""
     rows = set()
 
     def add(tokens: Tensor, gradient: Tensor, total: Tensor) -> None:
@@ -137,7 +152,9 @@ def trained_with_sums_in_products(config: Mapping[str, Any], batches: list[Mappi
 
 @newest_megatron
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
-def test_gradients_are_added_in_products_but_for_the_output_layer(pool: WorkerPool, tiny_models: dict[str, Path], family: str) -> None:
+def test_gradients_are_added_in_products_but_for_the_output_layer(
+    pool: WorkerPool, tiny_models: dict[str, Path], family: str
+) -> None:
     """For the output layer Megatron-Core has Apex's kernel alone, and refuses to build it without."""
     config = policy_config(tiny_models[family], tp=2)
     config["megatron_cfg"]["apply_rope_fusion"] = False
@@ -146,7 +163,11 @@ def test_gradients_are_added_in_products_but_for_the_output_layer(pool: WorkerPo
     of_vocabulary = padded_vocabulary(len(plain["weights"]["model.embed_tokens.weight"]), 2) // 2
     for result, rows in pool.run(2, trained_with_sums_in_products, config, batches):
         assert rows and of_vocabulary not in rows
-        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(plain["losses"]), atol=0, rtol=1e-5)
-        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(plain["norms"]), atol=0, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(plain["losses"]), atol=0, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            torch.tensor(result["norms"]), torch.tensor(plain["norms"]), atol=0, rtol=1e-5
+        )
         for name, weight in plain["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, atol=1e-6, rtol=1e-5)

@@ -1,4 +1,5 @@
-"""What the pool's processes run for the most likely tokens: of logits cut over ranks, and of workers on any backend."""
+"""What the pool's processes run for the most likely tokens: of logits cut over ranks, and of workers on any
+backend."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ def largest_of_shards(logits: Tensor, size: int, count: int) -> Tensor:
     return largest_tokens(*_own(logits, size), count)
 
 
-def scores_of_shards(logits: Tensor, targets: Tensor, further: Tensor, weights: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [T, 1 + K] of targets and further tokens, and this rank's gradient of their sum by ``weights``."""
+def scores_of_shards(
+    logits: Tensor, targets: Tensor, further: Tensor, weights: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [T, 1 + K] of targets and further tokens, and this rank's gradient of their sum by
+    ``weights``."""
     mine, shard = _own(logits, size)
     mine.requires_grad_()
     scores = vocab_parallel_scores(mine, targets, shard, SamplingSettings(temperature=0.7), further=further)
@@ -37,7 +41,8 @@ def scores_of_shards(logits: Tensor, targets: Tensor, further: Tensor, weights: 
 
 
 def topk(config: Mapping[str, Any], batch: Mapping[str, Any], k: int, skip_masked: bool) -> dict[str, Tensor]:
-    """What ``get_topk_logits`` gives of the whole batch, in its order; and the log-probabilities of ``get_logprobs``."""
+    """What ``get_topk_logits`` gives of the whole batch, in its order; and the log-probabilities of
+    ``get_logprobs``."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     sharded = jobs.dealt(worker, batch, "logprob")
     share = sharded.shards[worker.backend.groups.data_rank]

@@ -32,16 +32,27 @@ DPO_LOSS = {
 LOSSES = {"nll": NLLLoss(), "pg": ClippedPGLossFn(PG_LOSS), "dpo": DPOLossFn(DPO_LOSS)}
 
 
-def check_training(pool: WorkerPool, backend: str, world: int, model: Path, loss: str = "nll", **changes: Any) -> None:
-    """Losses, gradient norms and weights of three steps; of the changes the reference is told of the clipping alone."""
+def check_training(
+    pool: WorkerPool, backend: str, world: int, model: Path, loss: str = "nll", **changes: Any
+) -> None:
+    """Losses, gradient norms and weights of three steps; of the changes the reference is told of the clipping
+    alone."""
     rows = 8 if backend == "megatron" else 12
     batches = [make_batch(rows=rows, length=12, seed=seed) for seed in (1, 2, 3)]
-    expected = run_reference(model, policy_config(model, clip=changes.get("clip", 1.0) or 0.0), batches, LOSSES[loss])
-    check_trained(pool.run(world, jobs.train, CONFIG[backend](model, gbs=rows, **changes), batches, LOSSES[loss]), *expected)
+    expected = run_reference(
+        model, policy_config(model, clip=changes.get("clip", 1.0) or 0.0), batches, LOSSES[loss]
+    )
+    check_trained(
+        pool.run(world, jobs.train, CONFIG[backend](model, gbs=rows, **changes), batches, LOSSES[loss]),
+        *expected,
+    )
 
 
 def check_fusions(pool: WorkerPool, config: dict[str, Any]) -> None:
-    """The functions that torch.compile fuses on a GPU, whose backward passes Megatron-Core has by hand, give what the others give."""
+    """The functions that torch.compile fuses on a GPU, whose backward passes Megatron-Core has by hand, give
+    what the others give."""
     batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2)]
-    (plain,), (fused,) = (pool.run(1, job, config, batches, NLLLoss()) for job in (jobs.train, jobs.train_with_fusions))
+    (plain,), (fused,) = (
+        pool.run(1, job, config, batches, NLLLoss()) for job in (jobs.train, jobs.train_with_fusions)
+    )
     check_trained([fused], plain["losses"], plain["norms"], plain["weights"])

@@ -1,4 +1,5 @@
-"""Attacks on one worker, on any backend, that the pool's processes run; each returns what the test has to judge."""
+"""Attacks on one worker, on any backend, that the pool's processes run; each returns what the test has to
+judge."""
 
 from __future__ import annotations
 
@@ -52,13 +53,18 @@ class SelfReportingLoss(NLLLoss):
 def places(worker: MegatronPolicyWorker) -> tuple[list[int], list[int]]:
     """Addresses of the model's parameters and of the parameters that the optimizer updates."""
     assert worker.backend.optimizer is not None
-    groups = [group for chained in worker.backend.optimizer.chained_optimizers for group in chained.optimizer.param_groups]
+    groups = [
+        group
+        for chained in worker.backend.optimizer.chained_optimizers
+        for group in chained.optimizer.param_groups
+    ]
     model = [parameter.data_ptr() for _, parameter in worker.backend.parameters()]
     return model, [parameter.data_ptr() for group in groups for parameter in group["params"]]
 
 
 def move_optimizer_between_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[str]:
-    """What differs after training with and without moves of the optimizer between the steps, and parameters moved by mistake."""
+    """What differs after training with and without moves of the optimizer between the steps, and parameters
+    moved by mistake."""
     outcomes, mistakes = [], set()
     for moving in (False, True):
         worker = jobs.build(config, init_reference_model=False)
@@ -78,11 +84,16 @@ def move_optimizer_between_steps(config: Mapping[str, Any], batch: Mapping[str, 
 
 
 def snapshot(worker: Any) -> dict[str, Any]:
-    """Copies of everything that evaluation must leave alone: this rank's pieces of parameters and optimizer state, schedule, generator."""
+    """Copies of everything that evaluation must leave alone: this rank's pieces of parameters and optimizer
+    state, schedule, generator."""
     backend = worker.backend
     if isinstance(worker, MegatronPolicyWorker):
         backend.sync_parameters()
-        optimizers = [chained.optimizer for chained in backend.optimizer.chained_optimizers] if backend.optimizer else []
+        optimizers = (
+            [chained.optimizer for chained in backend.optimizer.chained_optimizers]
+            if backend.optimizer
+            else []
+        )
     else:
         optimizers = [backend.optimizer] if backend.optimizer else []
     kept: dict[str, Any] = {f"weight {name}": parameter.detach() for name, parameter in backend.parameters()}
@@ -92,7 +103,9 @@ def snapshot(worker: Any) -> dict[str, Any]:
     for number, (state, group) in enumerate(states):
         for index, parameter in enumerate(group["params"]):
             kept[f"main {number} {index}"] = parameter.detach()
-            kept |= {f"state {number} {index} {key}": value for key, value in state.get(parameter, {}).items()}
+            kept |= {
+                f"state {number} {index} {key}": value for key, value in state.get(parameter, {}).items()
+            }
     kept["schedule"] = backend.scheduler.state_dict() if backend.scheduler else None
     kept["rng"] = torch.get_rng_state()
     kept["training"] = backend.is_training()
@@ -108,11 +121,14 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     def equal(one: Any, other: Any) -> bool:
         return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
-    return sorted(set(before) ^ set(after)) + [key for key in before.keys() & after.keys() if not equal(before[key], after[key])]
+    return sorted(set(before) ^ set(after)) + [
+        key for key in before.keys() & after.keys() if not equal(before[key], after[key])
+    ]
 
 
 def replicas_agree(worker: MegatronPolicyWorker) -> bool:
-    """Whether all data-parallel replicas hold the same weights, and all holders of a tied or replicated weight the same copy."""
+    """Whether all data-parallel replicas hold the same weights, and all holders of a tied or replicated
+    weight the same copy."""
     worker.backend.sync_parameters()
     groups = worker.backend.groups
     mine = {name: parameter.detach().clone() for name, parameter in worker.backend.parameters()}
@@ -128,7 +144,12 @@ def replicas_agree(worker: MegatronPolicyWorker) -> bool:
             if not torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"]):
                 return False
     replicated = [name for name in mine if "norm" in name]
-    return all(torch.equal(stages[s, r][name], stages[s, 0][name]) for s, r in stages for name in replicated if name in stages[s, r])
+    return all(
+        torch.equal(stages[s, r][name], stages[s, 0][name])
+        for s, r in stages
+        for name in replicated
+        if name in stages[s, r]
+    )
 
 
 def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +164,9 @@ def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dic
     prompts["sampling_seeds"] = torch.arange(prompts.size)
     calls: dict[str, Callable[[], Any]] = {
         "get_logprobs": lambda: jobs.logprobs_of(worker, batch),
-        "get_reference_policy_logprobs": lambda: jobs.logprobs_of(worker, batch, "get_reference_policy_logprobs"),
+        "get_reference_policy_logprobs": lambda: jobs.logprobs_of(
+            worker, batch, "get_reference_policy_logprobs"
+        ),
         "prepare": lambda: (worker.prepare_for_lp_inference(), worker.prepare_for_training()),
         "generate": lambda: worker.generate(data=prompts),
         "export": lambda: jobs.full_weights(worker),
@@ -159,9 +182,12 @@ def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dic
     return {"changed": changed, "evaluated": evaluated, "trained": trained}
 
 
-def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each, padding set to 0, where a loss
-    is computed: of the tokens under the mask, where both skip the others, and then of all."""
+def logprobs_in_loss(
+    config: Mapping[str, Any], batch: Mapping[str, Any], rows: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each,
+    padding set to 0, where a loss is computed: of the tokens under the mask, where both skip the others, and
+    then of all."""
     worker = jobs.build(config, init_reference_model=False)
     share = jobs.my_share(worker, batch)
     lengths, pairs = share["input_lengths"], []
@@ -180,8 +206,8 @@ def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: 
 
 
 def reference_swap(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the reference policy gives and leaves behind: passes under both weights following one another, an error, passes and refused
-    calls inside."""
+    """What the reference policy gives and leaves behind: passes under both weights following one another, an
+    error, passes and refused calls inside."""
     worker = jobs.build(config)
     first = jobs.logprobs_of(worker, batch)
     share = jobs.my_share(worker, batch)
@@ -212,8 +238,11 @@ def reference_swap(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
     return facts
 
 
-def train_and_look(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
-    """Results of train() for each batch, which weights moved, the loss scale afterwards, and whether replicas still agree."""
+def train_and_look(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any
+) -> dict[str, Any]:
+    """Results of train() for each batch, which weights moved, the loss scale afterwards, and whether replicas
+    still agree."""
     worker = jobs.build(config, init_reference_model=False)
     results, moved, scales = [], [], []
     for batch in batches:
@@ -227,7 +256,9 @@ def train_and_look(config: Mapping[str, Any], batches: list[Mapping[str, Any]], 
     return {"results": results, "moved": moved, "scales": scales, "weights": weights, "agree": agree}
 
 
-def train_and_save(config: Mapping[str, Any], batches: list[Mapping[str, Any]], saved_after: int, directory: Path) -> dict[str, Any]:
+def train_and_save(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], saved_after: int, directory: Path
+) -> dict[str, Any]:
     """Trains on all batches, saving after some of them; what came after."""
     worker = jobs.build(config, init_reference_model=False)
     measured = []
@@ -238,7 +269,9 @@ def train_and_save(config: Mapping[str, Any], batches: list[Mapping[str, Any]], 
     return _end(worker, measured[saved_after:])
 
 
-def load_and_train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], directory: Path, live: bool) -> dict[str, Any]:
+def load_and_train(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], directory: Path, live: bool
+) -> dict[str, Any]:
     """Continues from a checkpoint, in a new worker or in one that has trained on something else before."""
     paths = (str(directory / "weights"), str(directory / "optimizer"))
     if live:
@@ -247,7 +280,9 @@ def load_and_train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], 
         jobs.logprobs_of(worker, batches[0])
         worker.load_checkpoint(*paths)
     else:
-        worker = jobs.build(config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False)
+        worker = jobs.build(
+            config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False
+        )
     return _end(worker, [jobs.step(worker, batch, NLLLoss()) for batch in batches])
 
 
@@ -266,7 +301,8 @@ def export(config: Mapping[str, Any], directory: str) -> dict[str, Tensor]:
 
 
 def add_noise(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Noise on weights of replicas whose generators have drifted apart, then one training step with a learning rate of almost nothing."""
+    """Noise on weights of replicas whose generators have drifted apart, then one training step with a
+    learning rate of almost nothing."""
     worker = jobs.build(config, init_reference_model=False)
     torch.rand(1 + dist.get_rank())
     clean = jobs.full_weights(worker)
@@ -294,7 +330,8 @@ def schedule(config: Mapping[str, Any], calls: int) -> list[tuple[float, float]]
 def shard_of_logits(
     logits: Tensor, targets: Tensor, size: int, sampling: SamplingSettings, with_entropies: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [T], or with entropies [2, T], and this rank's gradient when ``logits`` [T, columns] are cut over all ranks."""
+    """Log-probabilities [T], or with entropies [2, T], and this rank's gradient when ``logits`` [T, columns]
+    are cut over all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     columns = logits.shape[1] // ranks
     mine = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
@@ -313,12 +350,20 @@ def small_methods(config: Mapping[str, Any], directory: str) -> dict[str, Any]:
     def attempt(name: str, call: Callable[[], Any]) -> None:
         errors[name] = jobs.said(call)
 
-    data = BatchedDataDict({"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2])})
+    data = BatchedDataDict(
+        {"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2])}
+    )
     full = BatchedDataDict({**data, "sample_mask": torch.ones(2), "token_mask": torch.ones(2, 3)})
-    for name, change in {"gbs": {"gbs": -2}, "gbs 0": {"gbs": 0}, "mbs": {"mbs": 0, "gbs": 2 * worker.backend.groups.data_size}}.items():
+    for name, change in {
+        "gbs": {"gbs": -2},
+        "gbs 0": {"gbs": 0},
+        "mbs": {"mbs": 0, "gbs": 2 * worker.backend.groups.data_size},
+    }.items():
         attempt(name, lambda change=change: worker.train(data=full, loss_fn=NLLLoss(), **change))
     attempt("sample_mask", lambda: worker.train(data=data, loss_fn=NLLLoss()))
-    attempt("rows", lambda: worker.train(data=full, loss_fn=NLLLoss(), gbs=4 * worker.backend.groups.data_size))
+    attempt(
+        "rows", lambda: worker.train(data=full, loss_fn=NLLLoss(), gbs=4 * worker.backend.groups.data_size)
+    )
     attempt("logprob rows", lambda: worker.get_logprobs(data=data, micro_batch_size=-1))
     Path(directory).mkdir(exist_ok=True)
     (Path(directory) / "something").touch()
@@ -338,7 +383,11 @@ def small_methods(config: Mapping[str, Any], directory: str) -> dict[str, Any]:
         "alive": worker.is_alive(),
         "info": worker.get_gpu_info(),
         "device": worker.report_device_id(),
-        "nothing": [worker.reset_peak_memory_stats(), worker.start_gpu_profiling(), worker.stop_gpu_profiling()],
+        "nothing": [
+            worker.reset_peak_memory_stats(),
+            worker.start_gpu_profiling(),
+            worker.stop_gpu_profiling(),
+        ],
     }
     worker.shutdown()
     worker.shutdown()
@@ -349,7 +398,11 @@ def read_only(config: Mapping[str, Any]) -> list[str]:
     """Errors of a worker without optimizer and reference policy."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     data = BatchedDataDict(
-        {"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2]), "sample_mask": torch.ones(2)}
+        {
+            "input_ids": torch.ones(2, 3, dtype=torch.int64),
+            "input_lengths": torch.tensor([3, 2]),
+            "sample_mask": torch.ones(2),
+        }
     )
     calls: list[Callable[[], Any]] = [
         lambda: worker.train(data=data, loss_fn=NLLLoss(), gbs=2, mbs=1),

@@ -46,7 +46,8 @@ class Served:
             self.refit.stale = True
 
     def prepare(self) -> None:
-        """Bring the newest weights to the engine, which may then generate; the policy may compute log-probabilities."""
+        """Bring the newest weights to the engine, which may then generate; the policy may compute
+        log-probabilities."""
         if self.refit is not None:
             self.refit.bring_up_to_date()
         self.policy.prepare_for_lp_inference()
@@ -57,7 +58,10 @@ class Served:
 
 def _settings(model: Path, **generation: Any) -> dict[str, Any]:
     """Two data-parallel ranks of Megatron, whose weights go in several groups."""
-    config = policy_config(model, gbs=8, mbs=2) | {"max_total_sequence_length": LONGEST, "refit_buffer_size_gb": 0.0005}
+    config = policy_config(model, gbs=8, mbs=2) | {
+        "max_total_sequence_length": LONGEST,
+        "refit_buffer_size_gb": 0.0005,
+    }
     own = {"max_new_tokens": NEW, "stop_token_ids": [], "stop_strings": None, "pad_token_id": 0}
     config["generation"] = {**config["generation"], **own, **SAMPLING, **generation}
     return config
@@ -83,8 +87,13 @@ def policy_apart(model: Path) -> Served:
     """Two copies of the policy's own backend."""
 
     def start(policy: Policy) -> PolicyEngines:
-        cluster, section = RayVirtualCluster([2], use_gpus=False, name="generates"), engine_policy(policy.cfg, 2)
-        return PolicyEngines(lambda: Policy(cluster, section, policy.tokenizer, "generation", init_optimizer=False))
+        cluster, section = (
+            RayVirtualCluster([2], use_gpus=False, name="generates"),
+            engine_policy(policy.cfg, 2),
+        )
+        return PolicyEngines(
+            lambda: Policy(cluster, section, policy.tokenizer, "generation", init_optimizer=False)
+        )
 
     return _apart(model, start, restarts=True, engine_cfg={"tensor_parallel_size": 1})
 
@@ -92,7 +101,10 @@ def policy_apart(model: Path) -> Served:
 def _toy(model: Path, module: ModuleType, *, restarts: bool) -> Served:
     # started by what is imported: workers of Ray could not import a module by its path
     return _apart(
-        model, lambda policy: module.KIND.start(None, {"policy": policy.cfg}), restarts=restarts, backend=f"{module.__file__}:KIND"
+        model,
+        lambda policy: module.KIND.start(None, {"policy": policy.cfg}),
+        restarts=restarts,
+        backend=f"{module.__file__}:KIND",
     )
 
 
@@ -106,7 +118,9 @@ def toy_in_an_actor(model: Path) -> Served:
 
 def vllm_apart(model: Path) -> Served:
     """Two engines."""
-    return _apart(model, lambda policy: engines(model, "vllm-apart", colocated=False, places=2), restarts=True)
+    return _apart(
+        model, lambda policy: engines(model, "vllm-apart", colocated=False, places=2), restarts=True
+    )
 
 
 def vllm_colocated(model: Path) -> Served:

@@ -1,4 +1,5 @@
-"""The suite: one class of tests, which a module of tests subclasses for the kinds of engines that it names."""
+"""The suite: one class of tests, which a module of tests subclasses for the kinds of engines that it
+names."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ SEEDED = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 -
 
 
 @pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest, local_ray: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, local_ray: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """Engines of a kind, with weights. Heads are as wide as vLLM's attention on a CPU wants them."""
     directory = tmp_path_factory.mktemp("engines") / "qwen2"
-    made = request.param(dense_model(directory, intermediate_size=112, num_hidden_layers=4, initializer_range=0.2))
+    made = request.param(
+        dense_model(directory, intermediate_size=112, num_hidden_layers=4, initializer_range=0.2)
+    )
     yield made
     made.close()
 
@@ -36,7 +41,12 @@ def completed(output: BatchedDataDict[Any]) -> list[list[int]]:
 
 
 def requests_of(data: BatchedDataDict[Any]) -> dict[int, Request]:
-    rows = zip(data["input_ids"].numpy(), data["input_lengths"].tolist(), data["sampling_seeds"].tolist(), strict=True)
+    rows = zip(
+        data["input_ids"].numpy(),
+        data["input_lengths"].tolist(),
+        data["sampling_seeds"].tolist(),
+        strict=True,
+    )
     return {row: Request(ids[:length], seed) for row, (ids, length, seed) in enumerate(rows)}
 
 
@@ -49,7 +59,8 @@ def fetched(stream: RequestStream, count: int) -> dict[int, Completion]:
 
 class Suite:
     def test_each_refit_is_served_and_nothing_without_one(self, served: Served, tmp_path: Path) -> None:
-        """Greedy rows, in their order, are those of plain transformers with the weights that the policy exports."""
+        """Greedy rows, in their order, are those of plain transformers with the weights that the policy
+        exports."""
         if served.refit is not None:
             served.engine.prepare_refit_info(served.policy.prepare_refit_info())
             with pytest.raises(RefitError, match="no whole weights"):
@@ -72,8 +83,12 @@ class Suite:
         turned = BatchedDataDict({key: value.flip(0) for key, value in SEEDED.items()})
         assert rows_of(served.engine.generate(turned)) == rows[::-1]
         others = BatchedDataDict({**SEEDED, "sampling_seeds": SEEDED["sampling_seeds"] - 3})
-        assert all(one != other for one, other in zip(rows, rows_of(served.engine.generate(others)), strict=True))
-        assert rows_of(served.engine.generate(PROMPTS)) != rows_of(served.engine.generate(PROMPTS)), "without seeds, drawn anew"
+        assert all(
+            one != other for one, other in zip(rows, rows_of(served.engine.generate(others)), strict=True)
+        )
+        assert rows_of(served.engine.generate(PROMPTS)) != rows_of(served.engine.generate(PROMPTS)), (
+            "without seeds, drawn anew"
+        )
 
     def test_log_probabilities_are_those_of_the_policy(self, served: Served) -> None:
         served.prepare()
@@ -83,7 +98,9 @@ class Suite:
         mask = (positions >= PROMPTS["input_lengths"][:, None]) & (positions < ends[:, None])
         assert mask.sum(1).tolist() == output["generation_lengths"].tolist() == [NEW] * 3
         served.policy.prepare_for_lp_inference()
-        scored = served.policy.get_logprobs(BatchedDataDict({"input_ids": ids, "input_lengths": ends}))["logprobs"]
+        scored = served.policy.get_logprobs(BatchedDataDict({"input_ids": ids, "input_lengths": ends}))[
+            "logprobs"
+        ]
         torch.testing.assert_close(output["logprobs"][mask], scored[mask], atol=1e-4, rtol=0)
         assert not output["logprobs"][~mask].any()
 
@@ -91,16 +108,22 @@ class Suite:
         served.prepare()
         free = completed(served.engine.generate(PROMPTS, greedy=True))
         end = free[0].index(free[0][2]) + 1
-        changes = {"stop_strings": [[f"w{free[0][2]}"], None, []], "max_new_tokens": torch.tensor([NEW, 4, NEW + 1])}
+        changes = {
+            "stop_strings": [[f"w{free[0][2]}"], None, []],
+            "max_new_tokens": torch.tensor([NEW, 4, NEW + 1]),
+        }
         output = served.engine.generate(BatchedDataDict({**PROMPTS, **changes}), greedy=True)
         assert completed(output) == [free[0][:end], free[1][:4], free[2]]
         assert output["truncated"].tolist() == [False, True, True]
-        full = BatchedDataDict({"input_ids": torch.full((2, LONGEST), 5), "input_lengths": torch.tensor([LONGEST, LONGEST - 3])})
+        full = BatchedDataDict(
+            {"input_ids": torch.full((2, LONGEST), 5), "input_lengths": torch.tensor([LONGEST, LONGEST - 3])}
+        )
         output = served.engine.generate(full, greedy=True)
         assert output["generation_lengths"].tolist() == [0, 3] and output["truncated"].all()
 
     def test_requests_bring_what_a_batch_brings(self, served: Served) -> None:
-        """In whatever pieces they come; what is given up never comes, and the engine takes new weights after it."""
+        """In whatever pieces they come; what is given up never comes, and the engine takes new weights after
+        it."""
         served.prepare()
         batch, expected = served.engine.generate(SEEDED), completed(served.engine.generate(SEEDED))
         asked = requests_of(SEEDED)
@@ -124,13 +147,22 @@ class Suite:
         served.prepare()
         greedy = served.engine.requests([], 0, greedy=True, sampling=None)
         greedy.submit({0: asked[0]})
-        assert fetched(greedy, 1)[0].tokens.tolist() == completed(served.engine.generate(PROMPTS, greedy=True))[0]
+        assert (
+            fetched(greedy, 1)[0].tokens.tolist()
+            == completed(served.engine.generate(PROMPTS, greedy=True))[0]
+        )
 
     def test_another_distribution_is_that_of_one_call(self, served: Served) -> None:
         """Of validations, which sample otherwise than training does."""
         served.prepare()
-        likeliest = rows_of(served.engine.generate(SEEDED, sampling={"temperature": 0.7, "top_p": 1.0, "top_k": 1}))
-        assert likeliest == rows_of(served.engine.generate(SEEDED, greedy=True)) != rows_of(served.engine.generate(SEEDED))
+        likeliest = rows_of(
+            served.engine.generate(SEEDED, sampling={"temperature": 0.7, "top_p": 1.0, "top_k": 1})
+        )
+        assert (
+            likeliest
+            == rows_of(served.engine.generate(SEEDED, greedy=True))
+            != rows_of(served.engine.generate(SEEDED))
+        )
 
     def test_new_engines_serve_nothing_before_a_refit(self, served: Served) -> None:
         if served.refit is None or not served.restarts:

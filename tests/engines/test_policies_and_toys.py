@@ -9,7 +9,12 @@ from tests.engines.suite import Suite, served
 from tests.tiers import slow
 
 __all__ = ["served"]
-KINDS = [policy_itself, toy, pytest.param(policy_apart, marks=slow), pytest.param(toy_in_an_actor, marks=slow)]
+KINDS = [
+    policy_itself,
+    toy,
+    pytest.param(policy_apart, marks=slow),
+    pytest.param(toy_in_an_actor, marks=slow),
+]
 
 
 @pytest.mark.parametrize("served", KINDS, indirect=True)

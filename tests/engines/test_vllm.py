@@ -11,7 +11,10 @@ from tests.engines.suite import Suite, served
 from tests.tiers import slow
 
 __all__ = ["served"]
-pytestmark = [slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = [
+    slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 
 @pytest.mark.parametrize("served", [vllm_colocated, vllm_apart], indirect=True)

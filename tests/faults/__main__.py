@@ -1,4 +1,5 @@
-"""``python -m tests.faults``: inject faults into whole runs of a configuration, and say whether what is promised of each is true."""
+"""``python -m tests.faults``: inject faults into whole runs of a configuration, and say whether what is
+promised of each is true."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SHOWN = 3000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 where something that is promised is not true, 2 where the command line makes no sense."""
+    """Exit code: 0, 1 where something that is promised is not true, 2 where the command line makes no
+    sense."""
     options = _parser().parse_intermixed_args(arguments)
     # so that what was started is ended
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -46,31 +48,69 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:<10} {kind.about}; {', '.join(kind.keys)}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
-        usage="python -m tests.faults [CONFIG ...] [key=value ...] [--with FILE] (--inject FAULT ... | --soak N [--seed S]) --work DIR",
-        description="Run a configuration undisturbed, once, and then with faults. It has to end with the same log and the same weights, "
-        "bit for bit, with the exit codes and restarts that are promised, and leave no process, port, shared memory or file behind. For a "
-        "configuration that takes minutes, for example by overrides (grpo.max_num_steps=6), and that is bit-reproducible.",
+        usage="python -m tests.faults [CONFIG ...] [key=value ...] [--with FILE] (--inject FAULT ... | "
+        "--soak N [--seed S]) --work DIR",
+        description="Run a configuration undisturbed, once, and then with faults. It has to end with the "
+        "same log and the same weights, "
+        "bit for bit, with the exit codes and restarts that are promised, and leave no process, port, "
+        "shared memory or file behind. For a "
+        "configuration that takes minutes, for example by overrides (grpo.max_num_steps=6), and that is "
+        "bit-reproducible.",
         epilog=f"Kinds of faults, and what each takes:\n{kinds}\n\nPhases: {', '.join(PHASES)}. Example:\n"
-        "  python -m tests.faults my.yaml grpo.max_num_steps=6 --inject kill:rank=1,phase=train,step=3 --work runs/faults",
+        "  python -m tests.faults my.yaml grpo.max_num_steps=6 --inject kill:rank=1,phase=train,step=3 "
+        "--work runs/faults",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG", help="as of megarl train; without one, tiny runs of --backends")
-    parser.add_argument("--with", dest="layers", action="append", default=[], metavar="FILE", help="as of megarl train")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="of the tiny runs (default all three)")
-    parser.add_argument("--inject", action="append", default=[], metavar="FAULT", help="several happen to the same run, by rising step")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG", help="as of megarl train; without one, tiny runs of --backends"
+    )
+    parser.add_argument(
+        "--with", dest="layers", action="append", default=[], metavar="FILE", help="as of megarl train"
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=list(BACKENDS),
+        help="of the tiny runs (default all three)",
+    )
+    parser.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="several happen to the same run, by rising step",
+    )
     parser.add_argument(
         "--restart",
         choices=("within", "launcher"),
         default="within",
         help="lost workers are built anew within the launch (default) or by it",
     )
-    parser.add_argument("--soak", type=int, metavar="N", help="random faults until N have happened, those of earlier starts included")
+    parser.add_argument(
+        "--soak",
+        type=int,
+        metavar="N",
+        help="random faults until N have happened, those of earlier starts included",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the soak")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="of the soak (default all that this machine allows)")
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no other run of the soak after so long")
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="of all runs, and of the journal of a soak")
-    parser.add_argument("--patience", type=float, default=LONGEST_WAIT_S, metavar="SECONDS", help="longest wait for a moment or an end")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, help="of the soak (default all that this machine allows)"
+    )
+    parser.add_argument(
+        "--until", type=float, metavar="SECONDS", help="begin no other run of the soak after so long"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="DIR", help="of all runs, and of the journal of a soak"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=LONGEST_WAIT_S,
+        metavar="SECONDS",
+        help="longest wait for a moment or an end",
+    )
     return parser
 
 
@@ -81,7 +121,10 @@ def _subjects(options: argparse.Namespace, work: Path) -> list[Subject]:
     configs = [word for word in options.words if not is_override[word]]
     if configs:
         return [Subject(Path(name).stem, _file(name), tuple(changes), Path.cwd()) for name in configs]
-    return [Subject(each.name, each.config, (*each.arguments, *changes)) for each in subjects_of(options.backends, work / "tiny")]
+    return [
+        Subject(each.name, each.config, (*each.arguments, *changes))
+        for each in subjects_of(options.backends, work / "tiny")
+    ]
 
 
 def _file(name: str) -> Path:
@@ -104,7 +147,11 @@ def _inject(faults: Sequence[Fault], within: bool, trials: Sequence[Trials]) -> 
 def _soak(options: argparse.Namespace, trials: Sequence[Trials], work: Path) -> int:
     kinds = options.kinds or [kind for kind in KINDS if kind != "disk_full" or can_mount()]
     subjects = [each.subject for each in trials]
-    identity = {"seed": options.seed, "kinds": kinds, "subjects": {each.name: each.fingerprint for each in subjects}}
+    identity = {
+        "seed": options.seed,
+        "kinds": kinds,
+        "subjects": {each.name: each.fingerprint for each in subjects},
+    }
     journal = Journal(work / "journal.jsonl", identity)
     begun = time.monotonic()
     wholes = [(whole.ranks, whole.steps) for whole in (each.whole() for each in trials)]
@@ -115,7 +162,10 @@ def _soak(options: argparse.Namespace, trials: Sequence[Trials], work: Path) -> 
         entry = _try(trials[drawn.subject], drawn)
         journal.add(entry)
         _show(entry, drawn.faults)
-    print(f"\n{journal.faults} faults in {len(journal.entries)} runs; in runs that passed, of all:\n\n{counted(journal.entries)}")
+    print(
+        f"\n{journal.faults} faults in {len(journal.entries)} runs; in runs that passed, of "
+        f"all:\n\n{counted(journal.entries)}"
+    )
     return 0 if all(entry.passed for entry in journal.entries) else 1
 
 
@@ -126,7 +176,10 @@ def _try(trials: Trials, drawn: Draw) -> Entry:
         # of a soak that was ended in it
         if left.name == name or left.name.startswith((f"{name}.", f"{name}-")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    overrides = [f"++checkpointing.save_period={drawn.save_period}", f"++checkpointing.async_save={str(drawn.async_save).lower()}"]
+    overrides = [
+        f"++checkpointing.save_period={drawn.save_period}",
+        f"++checkpointing.async_save={str(drawn.async_save).lower()}",
+    ]
     happened = drawn.faults
     try:
         told = trials.run(name, drawn.faults, drawn.within, overrides)
@@ -142,12 +195,17 @@ def _try(trials: Trials, drawn: Draw) -> Entry:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     faults, rows = tuple(map(str, happened)), tuple(fault.row for fault in happened)
     way = "within" if drawn.within else "by launcher"
-    said = f"restarts {way}, save_period={drawn.save_period}{', async_save' if drawn.async_save else ''}: {said}"
+    said = (
+        f"restarts {way}, save_period={drawn.save_period}{', async_save' if drawn.async_save else ''}: {said}"
+    )
     return Entry(drawn.number, trials.subject.name, faults, rows, passed, said, round(seconds, 1))
 
 
 def _show(entry: Entry, faults: Sequence[Fault]) -> None:
-    print(f"{'ok' if entry.passed else 'FAILED':<7}{entry.subject} {entry.number} ({entry.seconds:g} s): {entry.said[:_SHOWN]}")
+    print(
+        f"{'ok' if entry.passed else 'FAILED':<7}{entry.subject} {entry.number} ({entry.seconds:g} s): "
+        f"{entry.said[:_SHOWN]}"
+    )
     for fault in faults:
         print(f"       row {fault.row}: {fault.promise} | {fault}")
     sys.stdout.flush()

@@ -1,10 +1,12 @@
-"""Kill what conversations are held with, at random moments: interpreters of the Python tool, a service, and drivers of whole runs.
+"""Kill what conversations are held with, at random moments: interpreters of the Python tool, a service, and
+drivers of whole runs.
 
     python -m tests.faults.conversations --kills 24 --seed 1
 
-Of a kill of a tool, the conversations that it hit are masked and counted as lost, and all others are what they are without it, to the bit.
-A run whose driver is killed goes on to the weights and the log of one that nobody disturbed. Nothing is left behind. Results are appended
-to ``benchmarks/results/faults-conversations.jsonl``.
+Of a kill of a tool, the conversations that it hit are masked and counted as lost, and all others are what
+they are without it, to the bit. A run whose driver is killed goes on to the weights and the log of one that
+nobody disturbed. Nothing is left behind. Results are appended to
+``benchmarks/results/faults-conversations.jsonl``.
 """
 
 from __future__ import annotations
@@ -61,8 +63,16 @@ def _called(name: str, **arguments: Any) -> str:
 
 def _collected(kind: str, url: str, during: Callable[[], None]) -> Any:
     """The samples of conversations that all call a tool in each of their turns, while something happens."""
-    tools: dict[str, Any] = {"python": {}} if kind == "interpreter" else {"http": {"url": url, "timeout_s": 2.0}}
-    own = {"environment": "tools", "reward": "exact_match", "tool_parser": "hermes", "tools": tools, "processes": 1}
+    tools: dict[str, Any] = (
+        {"python": {}} if kind == "interpreter" else {"http": {"url": url, "timeout_s": 2.0}}
+    )
+    own = {
+        "environment": "tools",
+        "reward": "exact_match",
+        "tool_parser": "hermes",
+        "tools": tools,
+        "processes": 1,
+    }
     environment = make_environment({**defaults_of(EnvConfig), **own})  # type: ignore[typeddict-item]
     tokenizer = tokenizer_of("qwen2.5")
     code = "import time\ntime.sleep(0.3)\nx = globals().get('x', 0) + 1\nx"
@@ -73,12 +83,21 @@ def _collected(kind: str, url: str, during: Callable[[], None]) -> Any:
         return [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
     collector, engine, _ = collector_of(environment, script, turns=TURNS)
-    prompt = tuple(tokenizer("<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"])
-    waves, collectors.Waves = collectors.Waves, lambda *arguments, **options: ScriptedStream(engine, lambda: 0.01)  # type: ignore[assignment, misc]
+    prompt = tuple(
+        tokenizer("<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
+    waves, collectors.Waves = (
+        collectors.Waves,
+        lambda *arguments, **options: ScriptedStream(engine, lambda: 0.01),
+    )  # type: ignore[assignment, misc]
     other = threading.Thread(target=during)
     try:
         other.start()
-        return collector.collect([Example(place, prompt, (), "7") for place in range(CONVERSATIONS)], 1, list(range(CONVERSATIONS)))
+        return collector.collect(
+            [Example(place, prompt, (), "7") for place in range(CONVERSATIONS)], 1, list(range(CONVERSATIONS))
+        )
     finally:
         other.join()
         collectors.Waves = waves  # type: ignore[misc]
@@ -97,7 +116,11 @@ def _service() -> Iterator[tuple[ThreadingHTTPServer, str]]:
 
 
 def _hosts() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "megarl.rollout.tools.python" in " ".join(child.cmdline())]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "megarl.rollout.tools.python" in " ".join(child.cmdline())
+    ]
 
 
 def _of_a_tool(kind: str, drawn: random.Random) -> tuple[bool, str]:
@@ -128,12 +151,20 @@ def _of_a_tool(kind: str, drawn: random.Random) -> tuple[bool, str]:
         faults.append(f"masked {samples['masked'].tolist()}, lost {lost}")
     for row in {*range(CONVERSATIONS)} - {*lost}:
         end = int(expected["input_lengths"][row])
-        same = int(samples["input_lengths"][row]) == end and torch.equal(samples["input_ids"][row, :end], expected["input_ids"][row, :end])
-        if not same or samples["reward"][row] != expected["reward"][row] or samples["ended"][row] != expected["ended"][row]:
+        same = int(samples["input_lengths"][row]) == end and torch.equal(
+            samples["input_ids"][row, :end], expected["input_ids"][row, :end]
+        )
+        if (
+            not same
+            or samples["reward"][row] != expected["reward"][row]
+            or samples["ended"][row] != expected["ended"][row]
+        ):
             faults.append(f"conversation {row} is another one")
     left = [child.pid for child in _hosts()]
     faults += [f"left behind: {left}"] if left else []
-    return not faults, "; ".join([f"killed {', '.join(hit) or 'nothing'}; {len(lost)} of {CONVERSATIONS} lost", *faults])
+    return not faults, "; ".join(
+        [f"killed {', '.join(hit) or 'nothing'}; {len(lost)} of {CONVERSATIONS} lost", *faults]
+    )
 
 
 _RUN = """
@@ -151,9 +182,23 @@ raise SystemExit(run(config, PolicyMaker()))
 
 
 def _run(directory: Path, material: Path, kill_after: float | None) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-c", _RUN, str(directory), str(material / "model"), str(material / "sums.jsonl")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        _RUN,
+        str(directory),
+        str(material / "model"),
+        str(material / "sums.jsonl"),
+    ]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         if kill_after is not None:
@@ -190,20 +235,38 @@ def _of_a_driver(drawn: random.Random, material: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     failures = 0
     with tempfile.TemporaryDirectory() as made:
         for number in range(chosen.kills):
-            drawn, kind, begun = random.Random(f"{chosen.seed}/{number}"), KINDS[number % len(KINDS)], time.monotonic()
+            drawn, kind, begun = (
+                random.Random(f"{chosen.seed}/{number}"),
+                KINDS[number % len(KINDS)],
+                time.monotonic(),
+            )
             passed, said = _of_a_driver(drawn, Path(made)) if kind == "driver" else _of_a_tool(kind, drawn)
-            row = {"commit": commit, "seed": chosen.seed, "number": number, "kind": kind, "passed": passed, "said": said}
+            row = {
+                "commit": commit,
+                "seed": chosen.seed,
+                "number": number,
+                "kind": kind,
+                "passed": passed,
+                "said": said,
+            }
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**row, "seconds": round(time.monotonic() - begun, 1)}) + "\n")
-            print(f"{number + 1} of {chosen.kills}: {kind}: {'held' if passed else 'FAILED'}: {said}", flush=True)
+            print(
+                f"{number + 1} of {chosen.kills}: {kind}: {'held' if passed else 'FAILED'}: {said}",
+                flush=True,
+            )
             failures += not passed
     return int(failures > 0)
 

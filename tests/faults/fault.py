@@ -1,4 +1,5 @@
-"""Faults as a person writes them, ``kill:rank=1,phase=train,step=3``, the row of the fault matrix that each belongs to, and random ones."""
+"""Faults as a person writes them, ``kill:rank=1,phase=train,step=3``, the row of the fault matrix that each
+belongs to, and random ones."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megarl.run.stopping import STOPPED
 DRIVER = "driver"
 ANY, INIT = "any", "init"
 PHASES = (ANY, INIT, "train", "logprobs", "generate", "save", "refit")
-"""``any`` is a random moment of the step, ``init`` the construction of the workers, before the first step of a launch."""
+"""``any`` is a random moment of the step, ``init`` the construction of the workers, before the first step of
+a launch."""
 READ, WRITE = "read", "write"
 RAYLET, GCS = "raylet", "gcs"
 LASTING = 99
@@ -52,12 +54,20 @@ _WHERE = {"phase": ANY, "step": "1", "share": "0.5"}
 KINDS: Mapping[str, Kind] = {
     "kill": Kind("SIGKILL to a worker, or to the driver", {"rank": "0", **_WHERE}, PHASES, ("ranks", DRIVER)),
     "hang": Kind("SIGSTOP to a worker", {"rank": "0", **_WHERE}, PHASES[:1] + PHASES[2:], ("ranks",)),
-    "slow": Kind("a worker that has a tenth of its time for some seconds", {"rank": "0", "seconds": "5", **_WHERE}, (ANY,), ("ranks",)),
-    "nan": Kind("the output of a layer becomes NaN on one rank", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)),
+    "slow": Kind(
+        "a worker that has a tenth of its time for some seconds",
+        {"rank": "0", "seconds": "5", **_WHERE},
+        (ANY,),
+        ("ranks",),
+    ),
+    "nan": Kind(
+        "the output of a layer becomes NaN on one rank", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)
+    ),
     "oom": Kind("a layer has no memory on one rank", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)),
     "disk_full": Kind("the disk of the checkpoints is full during a save", {"step": "1"}, alone=True),
     "eio": Kind(
-        "opening a file of a checkpoint fails: on=write on a rank during a save, on=read of the driver at the next start, COUNT times "
+        "opening a file of a checkpoint fails: on=write on a rank during a save, on=read of the driver at "
+        "the next start, COUNT times "
         f"({LASTING}: for good)",
         {"rank": "0", "on": WRITE, "count": "2", "step": "1"},
         (ANY,),
@@ -67,7 +77,12 @@ KINDS: Mapping[str, Kind] = {
     "gcs": Kind("SIGKILL to the control process of Ray", dict(_WHERE)),
     "node": Kind("SIGKILL to the raylet: the node is lost", dict(_WHERE)),
     "stop": Kind("SIGSTOP to a process of Ray: of=raylet or of=gcs", {"of": "raylet", **_WHERE}),
-    "stuck": Kind("a layer waits for ever on one rank, in a loop of Python", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)),
+    "stuck": Kind(
+        "a layer waits for ever on one rank, in a loop of Python",
+        {"rank": "0", "step": "1"},
+        (ANY,),
+        ("ranks",),
+    ),
 }
 STANDS_STILL = ("hang", "stuck")
 """Kinds after which a rank does nothing any more, and is found by that."""
@@ -110,7 +125,9 @@ class Fault:
             "count": str(self.count),
             "of": self.of,
         }
-        return f"{self.kind}:" + ",".join(f"{key}={said[key]}" for key in KINDS[self.kind].keys if key != "share" or self.phase == ANY)
+        return f"{self.kind}:" + ",".join(
+            f"{key}={said[key]}" for key in KINDS[self.kind].keys if key != "share" or self.phase == ANY
+        )
 
     def later(self) -> Fault:
         """The same in the next step."""
@@ -140,7 +157,8 @@ class Fault:
 
     @property
     def promise(self) -> str:
-        """What has to be true, besides that the run ends like an undisturbed one and leaves nothing behind."""
+        """What has to be true, besides that the run ends like an undisturbed one and leaves nothing
+        behind."""
         return _PROMISES[self.row if self.kind != "slow" else "19, slow"]
 
 
@@ -164,10 +182,16 @@ _PROMISES = {
     "1, node": "a lost node ends the launch with exit code 4, and the next one goes on",
     "2": "a killed driver leaves nothing behind, and the next launch goes on",
     "2, Ray": "a lost Ray ends the launch with exit code 4 and the reason",
-    "2, stopped": "a stopped process of Ray ends the launch within deadlines.least_s with exit code 4 and the reason, or the run is over",
+    "2, stopped": (
+        "a stopped process of Ray ends the launch within deadlines.least_s with exit code 4 and "
+        "the reason, or the run is over"
+    ),
     "3": "a kill during a save leaves whole checkpoints only",
     "5": "a save that fails is warned of, what there is of it removed, and the run goes on",
-    "6": "a read that fails for a moment is tried again; storage that stays away ends the start, and no older checkpoint is taken",
+    "6": (
+        "a read that fails for a moment is tried again; storage that stays away ends the start, and no "
+        "older checkpoint is taken"
+    ),
     "11": "what is not finite on one rank ends the run on all, and changes nothing",
     "18": "out of memory on one rank ends the run with the sizes, and changes nothing",
     "19": "a rank that stands still is found, named and replaced",
@@ -198,7 +222,9 @@ def parse(text: str) -> Fault:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or key not in kind.keys or key in given:
-            raise FaultError(f"{text!r}: {part!r}. Fix: write key=value, each once, of {', '.join(kind.keys)}")
+            raise FaultError(
+                f"{text!r}: {part!r}. Fix: write key=value, each once, of {', '.join(kind.keys)}"
+            )
         given[key] = value
     said = {**kind.keys, **given}
     try:
@@ -214,7 +240,9 @@ def parse(text: str) -> Fault:
             of=said.get("of", RAYLET),
         )
     except ValueError as error:
-        raise FaultError(f"{text!r}: {error}. Fix: numbers for rank, step, share, seconds and count") from error
+        raise FaultError(
+            f"{text!r}: {error}. Fix: numbers for rank, step, share, seconds and count"
+        ) from error
     bounds = {
         f"step={fault.step}: at least 1": fault.step >= 1,
         f"rank={fault.rank}: at least 0": fault.rank is None or fault.rank >= 0,
@@ -265,7 +293,9 @@ class Draw:
 _OFTEN = {kind: 1 for kind in KINDS} | {"kill": 10, "hang": 3, "eio": 3, "term": 2, "stop": 2}
 
 
-def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Sequence[str] = tuple(KINDS)) -> Draw:
+def draw(
+    seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Sequence[str] = tuple(KINDS)
+) -> Draw:
     """One to three faults for run ``number`` of a soak; the same ones at every start of it.
 
     Args:
@@ -277,7 +307,9 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
     rng = random.Random(f"faults {seed} {number}")
     subject = number % len(subjects)
     ranks, steps = subjects[subject]
-    chosen = rng.choices(list(kinds), [_OFTEN[kind] for kind in kinds], k=min(rng.choice((1, 2, 2, 3)), steps))
+    chosen = rng.choices(
+        list(kinds), [_OFTEN[kind] for kind in kinds], k=min(rng.choice((1, 2, 2, 3)), steps)
+    )
     alone = next((kind for kind in chosen if KINDS[kind].alone), None)
     names = [alone] if alone else chosen
     at = sorted(rng.sample(range(1, steps + 1), len(names)))
@@ -288,12 +320,15 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
         # the save that fails follows its step at once
         save_period = 1
     # and there is a checkpoint to read where another one is written
-    async_save = async_save and not any(fault.kind == "eio" or _fails_to_save(fault.kind, fault.on) for fault in faults)
+    async_save = async_save and not any(
+        fault.kind == "eio" or _fails_to_save(fault.kind, fault.on) for fault in faults
+    )
     return Draw(number, subject, tuple(faults), within, save_period, async_save)
 
 
 def _with_a_save_behind(faults: Sequence[Fault], steps: int) -> list[Fault]:
-    """Let each save that fails be that of a step of its own, and another one follow it, or the run ends; without room, it is a read."""
+    """Let each save that fails be that of a step of its own, and another one follow it, or the run ends;
+    without room, it is a read."""
     taken = {fault.step for fault in faults if not _fails_to_save(fault.kind, fault.on)}
     moved = []
     for fault in faults:

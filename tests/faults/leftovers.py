@@ -1,7 +1,9 @@
-"""What a run has left behind when its driver is gone: processes with their sockets, shared memory, files of Ray and temporary ones.
+"""What a run has left behind when its driver is gone: processes with their sockets, shared memory, files of
+Ray and temporary ones.
 
-Others work on the same machine at the same time. What belongs to a run is known by a variable that all its processes inherit, and by a
-temporary directory of its own; a piece of shared memory counts where it is new and no living process has it open or mapped.
+Others work on the same machine at the same time. What belongs to a run is known by a variable that all its
+processes inherit, and by a temporary directory of its own; a piece of shared memory counts where it is new
+and no living process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _PARENT = "/tmp"
 
 
 class Footprint:
-    """Looks after a run what is there that was not there before; a context, at whose end its temporary directory is removed.
+    """Looks after a run what is there that was not there before; a context, at whose end its temporary
+    directory is removed.
 
     Attributes:
         marker: value of ``VARIABLE`` in all its processes.
@@ -51,7 +54,12 @@ class Footprint:
     def variables(self) -> Mapping[str, str]:
         """Environment variables of the run."""
         directory = str(self.directory)
-        return {VARIABLE: self.marker, "TMPDIR": directory, "MEGARL_RAY_TEMP": directory, "MEGARL_TEST_FAULTS": str(self.orders)}
+        return {
+            VARIABLE: self.marker,
+            "TMPDIR": directory,
+            "MEGARL_RAY_TEMP": directory,
+            "MEGARL_TEST_FAULTS": str(self.orders),
+        }
 
     def __enter__(self) -> Footprint:
         return self
@@ -64,15 +72,28 @@ class Footprint:
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(VARIABLE) == self.marker:
-                    ports = sorted(each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN)
-                    found[process.pid] = " ".join(process.cmdline())[:200] + (f" listens on {ports}" if ports else "")
+                if (
+                    process.status() != psutil.STATUS_ZOMBIE
+                    and process.environ().get(VARIABLE) == self.marker
+                ):
+                    ports = sorted(
+                        each.laddr.port
+                        for each in process.net_connections("inet")
+                        if each.status == psutil.CONN_LISTEN
+                    )
+                    found[process.pid] = " ".join(process.cmdline())[:200] + (
+                        f" listens on {ports}" if ports else ""
+                    )
         return found
 
     def shared_memory(self, run_dir: Path) -> list[str]:
         """New files in shared memory that nobody holds, but for checkpoints of other runs that wait there."""
         checkpoints = memory_of((run_dir / "checkpoints").absolute()).name
-        others = {path for path in SHARED_MEMORY.glob(f"{checkpoints.rpartition('-')[0]}-*") if not path.name.startswith(checkpoints)}
+        others = {
+            path
+            for path in SHARED_MEMORY.glob(f"{checkpoints.rpartition('-')[0]}-*")
+            if not path.name.startswith(checkpoints)
+        }
         new = {path for path in set(SHARED_MEMORY.iterdir()) - self._shared - others if _is_own(path)}
         return sorted(str(path) for path in new - _held()) if new else []
 
@@ -112,7 +133,11 @@ def _held() -> set[Path]:
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            held |= {Path(line.split(maxsplit=5)[5]) for line in (process / "maps").read_text().splitlines() if " /dev/shm/" in line}
+            held |= {
+                Path(line.split(maxsplit=5)[5])
+                for line in (process / "maps").read_text().splitlines()
+                if " /dev/shm/" in line
+            }
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):

@@ -57,12 +57,17 @@ class Journal:
             self._append(dict(identity))
             return
         if json.loads(whole[0]) != json.loads(json.dumps(dict(identity))):
-            raise FaultError(f"{path} is the journal of another soak: {whole[0].strip()}. Fix: the same seed and configurations, or --work")
+            raise FaultError(
+                f"{path} is the journal of another soak: {whole[0].strip()}. Fix: the same seed and "
+                "configurations, or --work"
+            )
         if len(whole) < len(lines):
             os.truncate(path, len("".join(whole).encode()))
         for line in whole[1:]:
             read = json.loads(line)
-            self.entries.append(Entry(**{**read, "faults": tuple(read["faults"]), "rows": tuple(read["rows"])}))
+            self.entries.append(
+                Entry(**{**read, "faults": tuple(read["faults"]), "rows": tuple(read["rows"])})
+            )
 
     @property
     def faults(self) -> int:
@@ -104,12 +109,16 @@ def counted(entries: Sequence[Entry]) -> str:
     lines = ["| kind | " + " | ".join(subjects) + " | all |", "|---" * (len(subjects) + 2) + "|"]
     for kind in [*kinds, ""]:
         cells = [_cell(entries, kind, {subject}) for subject in subjects]
-        lines.append(f"| {kind or 'all'} | " + " | ".join(cells) + f" | {_cell(entries, kind, set(subjects))} |")
+        lines.append(
+            f"| {kind or 'all'} | " + " | ".join(cells) + f" | {_cell(entries, kind, set(subjects))} |"
+        )
     return "\n".join(lines)
 
 
 def _cell(entries: Sequence[Entry], kind: str, subjects: set[str]) -> str:
-    of_all = [(entry.passed, fault) for entry in entries if entry.subject in subjects for fault in entry.faults]
+    of_all = [
+        (entry.passed, fault) for entry in entries if entry.subject in subjects for fault in entry.faults
+    ]
     found = [passed for passed, fault in of_all if kind in ("", _kind(fault))]
     return f"{sum(found)} of {len(found)}" if found else ""
 

@@ -1,4 +1,5 @@
-"""The configurations that faults are tried on where nobody names one: four steps of a tiny GRPO run on two ranks, on each backend."""
+"""The configurations that faults are tried on where nobody names one: four steps of a tiny GRPO run on two
+ranks, on each backend."""
 
 from __future__ import annotations
 

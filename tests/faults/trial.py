@@ -1,4 +1,5 @@
-"""One run of a configuration with faults: it has to end like the undisturbed run of the same configuration, and to leave nothing behind."""
+"""One run of a configuration with faults: it has to end like the undisturbed run of the same configuration,
+and to leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +21,19 @@ from megarl.distributed.ray_watch import RAYLET as OWN_RAYLET
 from megarl.observe.launches import FINISHED, WORKERS, read_launches
 from megarl.observe.launches import Launch as RecordedLaunch
 from tests.faults import told as promised
-from tests.faults.fault import ANY, BACK, DRIVER, GCS, INIT, LASTING, RAYLET, READ, STANDS_STILL, Fault, MissedError
+from tests.faults.fault import (
+    ANY,
+    BACK,
+    DRIVER,
+    GCS,
+    INIT,
+    LASTING,
+    RAYLET,
+    READ,
+    STANDS_STILL,
+    Fault,
+    MissedError,
+)
 from tests.faults.leftovers import Footprint
 from tests.faults.workers import ranks_of, slow_down, step_of, strike
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
@@ -31,8 +44,11 @@ _DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 20.0
 """The same where a process of Ray is stopped: within it the launch has to have ended."""
 _FOUND_WITHIN = 6.0
-"""Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some of it is the load beside."""
-_FAILED_SAVE = re.compile(r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL)
+"""Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some
+of it is the load beside."""
+_FAILED_SAVE = re.compile(
+    r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL
+)
 _SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 _SHELL = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 _STORAGE_EXIT = 1
@@ -112,7 +128,11 @@ class Trials:
         self.work.mkdir(parents=True, exist_ok=True)
 
     # every trial saves and exports, or nothing could be compared
-    _COMMON = ("++checkpointing.enabled=true", "++checkpointing.export_hf=true", "++policy.on_nonfinite=raise")
+    _COMMON = (
+        "++checkpointing.enabled=true",
+        "++checkpointing.export_hf=true",
+        "++policy.on_nonfinite=raise",
+    )
 
     def whole(self) -> Whole:
         """The undisturbed run, which is made once.
@@ -122,11 +142,18 @@ class Trials:
         """
         run_dir, facts = self.work / "whole", self.work / f"whole-{self.subject.fingerprint}.json"
         if not facts.is_file():
-            assert not run_dir.exists(), f"{run_dir} is of another configuration, or was not finished. Fix: remove it"
+            assert not run_dir.exists(), (
+                f"{run_dir} is of another configuration, or was not finished. Fix: remove it"
+            )
             with Footprint() as footprint:
                 launches = Launches(self._patience_s)
                 try:
-                    launch = self.start(launches, run_dir, footprint, ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null"])
+                    launch = self.start(
+                        launches,
+                        run_dir,
+                        footprint,
+                        ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null"],
+                    )
                     launch.await_moment(lambda: bool(read_rows(run_dir)))
                     ranks = len(ranks_of(launch))
                     assert launch.finish() == 0, launch.output()[-5000:]
@@ -140,11 +167,18 @@ class Trials:
     def _look_at(self, run_dir: Path, ranks: int) -> Whole:
         rows = read_rows(run_dir)
         trained = [row for row in comparable(run_dir) if row["step"]]
-        assert sum(row.get("train/grad_norm", 0) > 0 for row in trained) >= 2, "it learns nothing, so that no loss could be seen"
-        saved = [sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in _checkpoints(run_dir)]
+        assert sum(row.get("train/grad_norm", 0) > 0 for row in trained) >= 2, (
+            "it learns nothing, so that no loss could be seen"
+        )
+        saved = [
+            sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
+            for each in _checkpoints(run_dir)
+        ]
         slowest = max(b["time"] - a["time"] for a, b in itertools.pairwise(rows))
         names = promised.coordinates(run_dir)
-        assert len(names) == ranks, f"the configuration is of ranks {names}, and the policy has {ranks} workers"
+        assert len(names) == ranks, (
+            f"the configuration is of ranks {names}, and the policy has {ranks} workers"
+        )
         return Whole(run_dir, rows[-1]["step"], rows[0]["step"], ranks, tuple(names), slowest, max(saved))
 
     def run(self, name: str, faults: Sequence[Fault], within: bool, overrides: Sequence[str] = ()) -> Told:
@@ -161,7 +195,9 @@ class Trials:
         """
         whole, begun = self.whole(), time.monotonic()
         assert all(fault.step <= whole.steps for fault in faults), f"the run has {whole.steps} steps"
-        assert all((fault.rank or 0) < whole.ranks for fault in faults), f"the policy has {whole.ranks} workers"
+        assert all((fault.rank or 0) < whole.ranks for fault in faults), (
+            f"the policy has {whole.ranks} workers"
+        )
         run_dir = self.work / name
         assert not run_dir.exists(), f"{run_dir} exists. Fix: remove it"
         launches, told = Launches(self._patience_s), Told()
@@ -176,14 +212,24 @@ class Trials:
         return told
 
     def start(
-        self, launches: Launches, run_dir: Path, footprint: Footprint, overrides: Sequence[str], prefix: Sequence[str] = ()
+        self,
+        launches: Launches,
+        run_dir: Path,
+        footprint: Footprint,
+        overrides: Sequence[str],
+        prefix: Sequence[str] = (),
     ) -> Launch:
         """A launch of the configuration, that can be given orders; see ``Launches.start``."""
         path = os.pathsep.join(str(each) for each in (SEAM, ROOT))
         return launches.start(
             self.subject.config,
             run_dir,
-            [*self.subject.arguments, *self._COMMON, f"++checkpointing.checkpoint_dir={run_dir / 'checkpoints'}", *overrides],
+            [
+                *self.subject.arguments,
+                *self._COMMON,
+                f"++checkpointing.checkpoint_dir={run_dir / 'checkpoints'}",
+                *overrides,
+            ],
             {**footprint.variables, "PYTHONPATH": path},
             directory=self.subject.directory,
             prefix=prefix,
@@ -255,19 +301,25 @@ class Trial:
         rows, expected = comparable(self.run_dir), comparable(self.whole.run_dir)
         assert rows == expected, f"the log differs: {_first_difference(rows, expected)}"
         weights = _weights(self.run_dir, self.whole.steps)
-        assert weights and weights == _weights(self.whole.run_dir, self.whole.steps), "the final weights differ"
+        assert weights and weights == _weights(self.whole.run_dir, self.whole.steps), (
+            "the final weights differ"
+        )
         damaged = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
         assert not damaged, f"damaged checkpoints: {damaged}"
         recorded = read_launches(self.run_dir)
         assert recorded[-1].outcome == FINISHED
         counted = sum(restart.what == WORKERS for each in recorded for restart in each.restarts)
-        assert counted == self.restarts, f"{counted} restarts of workers are recorded, there were {self.restarts}"
+        assert counted == self.restarts, (
+            f"{counted} restarts of workers are recorded, there were {self.restarts}"
+        )
         left = self.footprint.left(self.run_dir)
         assert not left, f"left behind: {left}"
         ordered = sorted(path.name for path in self.footprint.orders.iterdir())
         assert not ordered, f"did not happen: {ordered}"
         launches = len(recorded)
-        self.told.words.append(f"{launches} launches, {counted} restarts within; log and weights equal; nothing left")
+        self.told.words.append(
+            f"{launches} launches, {counted} restarts within; log and weights equal; nothing left"
+        )
 
     def _settings(self, faults: Sequence[Fault]) -> list[str]:
         settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
@@ -317,8 +369,12 @@ class Trial:
         """Whether the moment came before the step was over; then the fault has been caused."""
         if fault.phase in (ANY, INIT):
             # a worker has much to load before it is constructed
-            end = time.monotonic() + (_CONSTRUCTION_S if fault.phase == INIT else fault.share * self.whole.step_s)
-            launch.await_moment(lambda: time.monotonic() >= end or (fault.phase == ANY and self._step(launch) > fault.step))
+            end = time.monotonic() + (
+                _CONSTRUCTION_S if fault.phase == INIT else fault.share * self.whole.step_s
+            )
+            launch.await_moment(
+                lambda: time.monotonic() >= end or (fault.phase == ANY and self._step(launch) > fault.step)
+            )
             # one of them may have been started anew while they were constructed
             now = ranks_of(launch)
             ranks = now if len(now) == len(ranks) else ranks
@@ -340,7 +396,12 @@ class Trial:
 
     def _mark(self, launch: Launch, ranks: Sequence[int]) -> None:
         """Note where the launch is, right before a fault."""
-        self.old, self.begun, self.spoken, self.step = tuple(ranks), time.time(), launch.spoken(), self._step(launch)
+        self.old, self.begun, self.spoken, self.step = (
+            tuple(ranks),
+            time.time(),
+            launch.spoken(),
+            self._step(launch),
+        )
 
     def _cause_in_phase(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> bool:
         """Cause the fault if the rank is in its phase now, the first where it has none; whether it was."""
@@ -380,7 +441,12 @@ class Trial:
         if fault.kind in ("kill", *STANDS_STILL):
             self.restarts += 1
             launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
-            restart = [each for launch in read_launches(self.run_dir) for each in launch.restarts if each.what == WORKERS][-1]
+            restart = [
+                each
+                for launch in read_launches(self.run_dir)
+                for each in launch.restarts
+                if each.what == WORKERS
+            ][-1]
             self.told.words.append(f"workers ended after {restart.time - self.begun:.1f} s")
             expected = "DeadlineError" if fault.kind in STANDS_STILL else "WorkerLostError"
             assert restart.reason.startswith(expected), f"the restart says {restart.reason!r}, not {expected}"
@@ -396,16 +462,24 @@ class Trial:
             _filler(launch, self._disk).unlink()
 
     def _await_failed_save(self, launch: Launch, happened: Callable[[], bool], why: str = "") -> None:
-        """Wait until a save has failed after the fault, and is warned of with the reason; what there was of it is gone then."""
-        launch.await_moment(lambda: happened() and _FAILED_SAVE.search(launch.output(self.spoken)) is not None)
+        """Wait until a save has failed after the fault, and is warned of with the reason; what there was of
+        it is gone then."""
+        launch.await_moment(
+            lambda: happened() and _FAILED_SAVE.search(launch.output(self.spoken)) is not None
+        )
         warned = _FAILED_SAVE.search(launch.output(self.spoken))
-        assert warned is not None and why in warned[0], f"it does not say {why!r}:\n{launch.output(self.spoken)[-3000:]}"
+        assert warned is not None and why in warned[0], (
+            f"it does not say {why!r}:\n{launch.output(self.spoken)[-3000:]}"
+        )
         directory = self.run_dir / "checkpoints" if not self._disk.is_dir() else _seen_by(launch, self._disk)
         rest = directory / f"tmp_step_{warned['step']}"
-        assert not rest.exists(), f"what there is of a checkpoint that could not be written is still there: {rest}"
+        assert not rest.exists(), (
+            f"what there is of a checkpoint that could not be written is still there: {rest}"
+        )
 
     def _check_loss(self, launch: Launch, fault: Fault, ended: float) -> None:
-        """Whether a rank that was lost or stood still was named, and found in time where the trial has set a deadline."""
+        """Whether a rank that was lost or stood still was named, and found in time where the trial has set a
+        deadline."""
         assert fault.rank is not None
         said, who = launch.output(self.spoken), self.whole.names[fault.rank]
         if fault.kind == "stuck":
@@ -416,7 +490,8 @@ class Trial:
         if self.deadline_s is not None:
             took, bound = ended - self.begun, _FOUND_WITHIN * self.deadline_s
             assert took <= bound, (
-                f"{fault} ended the workers after {took:.1f} s, at a deadline of {self.deadline_s:g} s; at most {bound:g} s"
+                f"{fault} ended the workers after {took:.1f} s, at a deadline of {self.deadline_s:g} s; at "
+                f"most {bound:g} s"
             )
         self._check_checkpoints(fault)
 
@@ -428,7 +503,9 @@ class Trial:
         begun = time.monotonic()
         found = launch.finish()
         expected = {code, 0} if fault.kind in ("term", "stop") else {code}
-        assert found in expected, f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
+        assert found in expected, (
+            f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
+        )
         self.told.words.append(f"exit code {found} after {time.monotonic() - begun:.1f} s")
         if self.run_dir.is_dir():
             self._check_checkpoints(fault)
@@ -452,9 +529,13 @@ class Trial:
                 self._check_stop_is_told(fault, recorded, said)
             case "gcs" | "node":
                 recorded = read_launches(self.run_dir)[-1]
-                assert (recorded.outcome or "").startswith("WorkerLostError: "), f"the launch is recorded to have ended so: {recorded}"
+                assert (recorded.outcome or "").startswith("WorkerLostError: "), (
+                    f"the launch is recorded to have ended so: {recorded}"
+                )
                 if fault.kind == "gcs":
-                    assert "Ray's control process (GCS)" in said, f"it does not name Ray's control process:\n{said[-3000:]}"
+                    assert "Ray's control process (GCS)" in said, (
+                        f"it does not name Ray's control process:\n{said[-3000:]}"
+                    )
             case "term":
                 assert "SIGTERM" in said, f"it does not say 'SIGTERM':\n{said[-3000:]}"
                 if code:
@@ -462,12 +543,18 @@ class Trial:
 
     def _check_stop_is_told(self, fault: Fault, recorded: RecordedLaunch, said: str) -> None:
         """Whether a launch has ended in time, and said which process of Ray is stopped."""
-        assert (recorded.outcome or "").startswith("WorkerLostError: "), f"the launch is recorded to have ended so: {recorded}"
+        assert (recorded.outcome or "").startswith("WorkerLostError: "), (
+            f"the launch is recorded to have ended so: {recorded}"
+        )
         assert self.deadline_s is not None and recorded.end is not None
         took = recorded.end - self.begun
-        assert took <= self.deadline_s, f"{fault} ended the launch after {took:.1f} s, at a deadline of {self.deadline_s:g} s"
+        assert took <= self.deadline_s, (
+            f"{fault} ended the launch after {took:.1f} s, at a deadline of {self.deadline_s:g} s"
+        )
         name = CONTROL if fault.of == GCS else OWN_RAYLET
-        assert re.search(rf"{re.escape(name)} at \S+ has not answered for \d+ s", said), f"it does not name {name}:\n{said[-3000:]}"
+        assert re.search(rf"{re.escape(name)} at \S+ has not answered for \d+ s", said), (
+            f"it does not name {name}:\n{said[-3000:]}"
+        )
         self.told.words.append(f"ended {took:.1f} s after the stop")
 
     def _check_saved(self, said: str) -> None:
@@ -475,7 +562,9 @@ class Trial:
         told = re.search(r"stopped after step (\d+) \(SIGTERM\)", said)
         assert told is not None, f"it does not say after which step it stopped:\n{said[-3000:]}"
         newest = self._newest()
-        assert newest == int(told[1]), f"it stopped after step {told[1]}, and its newest checkpoint is of step {newest}"
+        assert newest == int(told[1]), (
+            f"it stopped after step {told[1]}, and its newest checkpoint is of step {newest}"
+        )
 
     def _newest(self) -> int:
         """The step of the newest checkpoint; 0 where there is none."""
@@ -491,16 +580,24 @@ class Trial:
         launch = self._launch(settings)
         if fault.count == LASTING:
             code = launch.finish()
-            assert code == _STORAGE_EXIT and "fault of the storage" in launch.output(), f"{code}:\n{launch.output()[-5000:]}"
-            self.told.words.append(f"storage that stays away ended the start, after {self._refusals(DRIVER)} reads")
+            assert code == _STORAGE_EXIT and "fault of the storage" in launch.output(), (
+                f"{code}:\n{launch.output()[-5000:]}"
+            )
+            self.told.words.append(
+                f"storage that stays away ended the start, after {self._refusals(DRIVER)} reads"
+            )
             assert self._refusals(DRIVER), "nobody read"
             self._take_order_back(DRIVER)
             launch = self._launch(settings)
         launch.await_moment(lambda: re.search(r"resumed after step (\d+)", launch.output()) is not None)
         resumed = re.search(r"resumed after step (\d+)", launch.output())
-        assert resumed is not None and int(resumed[1]) == newest, f"it went on after another step than {newest}:\n{launch.output()[-3000:]}"
+        assert resumed is not None and int(resumed[1]) == newest, (
+            f"it went on after another step than {newest}:\n{launch.output()[-3000:]}"
+        )
         if fault.count < LASTING:
-            assert not order.exists() and self._refusals(DRIVER) == fault.count, f"{self._refusals(DRIVER)} reads failed of {fault.count}"
+            assert not order.exists() and self._refusals(DRIVER) == fault.count, (
+                f"{self._refusals(DRIVER)} reads failed of {fault.count}"
+            )
             self._take_order_back(DRIVER)
         self.told.words.append(f"resumed after step {newest}")
         # the trial goes on with a launch of its own
@@ -509,7 +606,9 @@ class Trial:
         launch.kill_when(lambda: True)
 
     def _recorded_restarts(self) -> int:
-        return sum(restart.what == WORKERS for each in read_launches(self.run_dir) for restart in each.restarts)
+        return sum(
+            restart.what == WORKERS for each in read_launches(self.run_dir) for restart in each.restarts
+        )
 
     def _order_io_errors(self, fault: Fault, who: str, below: Path) -> None:
         path = self.footprint.orders / f"eio-{who}"
@@ -538,7 +637,8 @@ class Trial:
         return self.run_dir.with_name(f"{self.run_dir.name}-disk")
 
     def _small_disk(self) -> list[str]:
-        """Begins the command of a launch whose checkpoints lie on a disk of their own, that is gone with it."""
+        """Begins the command of a launch whose checkpoints lie on a disk of their own, that is gone with
+        it."""
         self._disk.mkdir()
         self.overrides = (*self.overrides, f"++checkpointing.checkpoint_dir={self._disk}")
         size = (self.whole.steps + 2) * self.whole.checkpoint_bytes + (1 << 20)

@@ -1,4 +1,5 @@
-"""A running launch, seen from outside: which process is which rank, what each is doing, and which step it is."""
+"""A running launch, seen from outside: which process is which rank, what each is doing, and which step it
+is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def ranks_of(launch: Launch) -> list[int]:
 
 
 def phase_in(stack: str) -> str:
-    """The phase of a run that a worker is in by its threads' stacks, as ``faulthandler`` writes them; "" where it is in none."""
+    """The phase of a run that a worker is in by its threads' stacks, as ``faulthandler`` writes them; ""
+    where it is in none."""
     for block in stack.split("\n\n"):
         frames = [match.groupdict() for match in map(_FRAME.match, block.splitlines()) if match]
         shell = next((index for index, frame in enumerate(frames) if frame["file"].endswith(_SHELL)), None)
@@ -54,8 +56,8 @@ def phase_in(stack: str) -> str:
 def strike(pid: int, phase: str, number: int) -> bool:
     """Send a worker's process a signal if it is in a phase now; whether it was.
 
-    ``faulthandler`` writes the stacks in the thread that runs the worker's method, which does not go on meanwhile; so the signal is sent as
-    soon as its part is there, and not when all has been read.
+    ``faulthandler`` writes the stacks in the thread that runs the worker's method, which does not go on
+    meanwhile; so the signal is sent as soon as its part is there, and not when all has been read.
     """
     with contextlib.suppress(OSError):
         path = _stack_file(pid)
@@ -79,7 +81,8 @@ def strike(pid: int, phase: str, number: int) -> bool:
 
 
 def step_of(launch: Launch, first: int) -> int:
-    """The step that a launch is in, whose workers are there: what was logged after the checkpoint that they read is taken back by then.
+    """The step that a launch is in, whose workers are there: what was logged after the checkpoint that they
+    read is taken back by then.
 
     Args:
         launch: that runs.

@@ -1,4 +1,5 @@
-"""The processes that own devices in these tests: torch, Megatron and NCCL start in them once, and a failed job ends one."""
+"""The processes that own devices in these tests: torch, Megatron and NCCL start in them once, and a failed
+job ends one."""
 
 from __future__ import annotations
 
@@ -20,17 +21,20 @@ from tests.models import make_tiny
 
 JOB_SECONDS = 300.0
 DEVICE = env.text("MEGARL_GPU_TESTS_ON") or "cuda"
-"""``cpu`` tries the bodies of these tests where there is no GPU; what a device alone can show is then left out."""
+"""``cpu`` tries the bodies of these tests where there is no GPU; what a device alone can show is then left
+out."""
 ON_GPU = DEVICE == "cuda"
 WITH_TE = ON_GPU and importlib.util.find_spec("transformer_engine_torch") is not None
-"""Transformer Engine with its part for torch is installed: whether it then makes the layers is what a test asks."""
+"""Transformer Engine with its part for torch is installed: whether it then makes the layers is what a test
+asks."""
 needs_device = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
 SHARED_SINCE = 23_000
 """NCCL 2.30, as ``ncclGetVersion`` says it: from then on ranks may share a device."""
 
 
 def nccl_version() -> int:
-    """Number of the NCCL that torch uses, a preloaded one too; torch itself tells that which it was built with. 0 where there is none."""
+    """Number of the NCCL that torch uses, a preloaded one too; torch itself tells that which it was built
+    with. 0 where there is none."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
@@ -76,7 +80,8 @@ class DeviceProcess:
     Args:
         device: ``cuda`` or ``cpu``.
         local_rank: which of the devices.
-        rank, world_size, port: of the group of ranks that it is in, and where that meets; a group of its own by default.
+        rank, world_size, port: of the group of ranks that it is in, and where that meets; a group of its own
+            by default.
         start: called in the process first, with these arguments.
     """
 
@@ -97,7 +102,9 @@ class DeviceProcess:
         """Start ``function(*arguments)``; both have to be importable or picklable."""
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=self._start, initargs=self._place)
+            self._executor = ProcessPoolExecutor(
+                1, mp_context=context, initializer=self._start, initargs=self._place
+            )
         return self._executor.submit(function, *arguments)
 
     def result(self, future: Future[Any]) -> Any:
@@ -135,7 +142,8 @@ class DevicePair:
         self.ranks = [DeviceProcess(device, rank, rank, 2, port) for rank in range(2)]
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function(*arguments)`` returns on each rank; the error of one ends both, which would wait for each other."""
+        """What ``function(*arguments)`` returns on each rank; the error of one ends both, which would wait
+        for each other."""
         futures = [process.submit(function, *arguments) for process in self.ranks]
         try:
             return [process.result(future) for process, future in zip(self.ranks, futures, strict=True)]
@@ -167,7 +175,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 # heads as wide as those of small real models, which every kernel of attention serves
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 SPARSE = {**WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
@@ -177,6 +191,14 @@ def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("wide")
     families = {"qwen2": (True, WIDE), "qwen3": (False, WIDE), "qwen3_moe": (False, SPARSE)}
     return {
-        family: make_tiny(root / family, family, tied=tied, seed=seed, max_position_embeddings=512, initializer_range=0.05, **sizes)
+        family: make_tiny(
+            root / family,
+            family,
+            tied=tied,
+            seed=seed,
+            max_position_embeddings=512,
+            initializer_range=0.05,
+            **sizes,
+        )
         for seed, (family, (tied, sizes)) in enumerate(families.items())
     }

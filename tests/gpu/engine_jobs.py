@@ -1,4 +1,5 @@
-"""What the process beside the policy's runs: one engine of vLLM, which takes the policy's weights where they lie."""
+"""What the process beside the policy's runs: one engine of vLLM, which takes the policy's weights where they
+lie."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ _kept: dict[str, VllmGenerationWorker] = {}
 
 def start(device: str, *unused: Any) -> None:
     """Make this process one of an engine on ``device``, without a group of ranks: vLLM makes its own."""
-    os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    os.environ.update(
+        {
+            "MEGARL_DEVICE": device,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+    )
     if device == "cpu":
         # nothing is compiled for sizes of batches that may never come
         os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1"})
@@ -27,9 +35,21 @@ def start(device: str, *unused: Any) -> None:
 
 def engine_config(model: Path, prompt: int, new_tokens: int, rows: int, *, eager: bool) -> dict[str, Any]:
     """A generation configuration of an engine on the policy's device, as recipes have it."""
-    settings: dict[str, Any] = {"precision": "bfloat16", "max_model_len": prompt + new_tokens, "gpu_memory_utilization": 0.3}
-    settings |= {"enforce_eager": eager, **({"kv_cache_gb": 0.02} if os.environ.get("MEGARL_GPU_TESTS_ON") == "cpu" else {})}
-    generation: dict[str, Any] = {"model_name": str(model), "max_new_tokens": new_tokens, "pad_token_id": 0, "stop_token_ids": []}
+    settings: dict[str, Any] = {
+        "precision": "bfloat16",
+        "max_model_len": prompt + new_tokens,
+        "gpu_memory_utilization": 0.3,
+    }
+    settings |= {
+        "enforce_eager": eager,
+        **({"kv_cache_gb": 0.02} if os.environ.get("MEGARL_GPU_TESTS_ON") == "cpu" else {}),
+    }
+    generation: dict[str, Any] = {
+        "model_name": str(model),
+        "max_new_tokens": new_tokens,
+        "pad_token_id": 0,
+        "stop_token_ids": [],
+    }
     generation |= {"temperature": 1.0, "top_p": 1.0, "top_k": None}
     own = {"vllm_cfg": settings, "vllm_kwargs": {"max_num_seqs": rows, "skip_tokenizer_init": True}}
     return completed({**generation, "colocated": {"enabled": True}, **own})
@@ -40,7 +60,11 @@ def begin_engine(config: Mapping[str, Any]) -> dict[str, Any]:
     _kept["engine"] = engine = VllmGenerationWorker(config)
     made = engine._engine._llm.llm_engine.vllm_config
     sizes = made.compilation_config.cudagraph_capture_sizes or ()
-    return {"second runner": bool(made.use_v2_model_runner), "sizes": list(sizes), "offloads graphs": made.use_cumem_cudagraph_pool}
+    return {
+        "second runner": bool(made.use_v2_model_runner),
+        "sizes": list(sizes),
+        "offloads graphs": made.use_cumem_cudagraph_pool,
+    }
 
 
 def sleep() -> None:
@@ -56,7 +80,10 @@ def wake(tags: list[str]) -> None:
 def connect(description: Mapping[str, Any], mailboxes: dict[str, Any], session: int) -> None:
     """Learn the weights that will come, and find the policy's rank."""
     tensors = Manifest.from_description(description).tensors
-    _kept["engine"].connect([[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors], None)
+    _kept["engine"].connect(
+        [[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors],
+        None,
+    )
     _kept["engine"].meet(mailboxes, session)
 
 

@@ -41,19 +41,38 @@ def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, 
         rank, world_size, port: of the group that it is in; one rank needs no port.
     """
     variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
-    os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", **FULL_FLOAT32, **fast_pinning(), **variables})
+    os.environ.update(
+        {
+            "MEGARL_DEVICE": device,
+            "TOKENIZERS_PARALLELISM": "false",
+            **FULL_FLOAT32,
+            **fast_pinning(),
+            **variables,
+        }
+    )
     if device == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    store: dist.Store = dist.HashStore() if world_size == 1 else dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size)
+    store: dist.Store = (
+        dist.HashStore()
+        if world_size == 1
+        else dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    )
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size
+    )
 
 
 def device_of_worker(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a worker's weights are, by which backend it talks, and whether Transformer Engine made its layers."""
+    """Where a worker's weights are, by which backend it talks, and whether Transformer Engine made its
+    layers."""
     from megarl.models.megatron.transformer_engine import try_it
 
     worker = build(config, init_optimizer=False, init_reference_model=False)
-    answer = {"info": worker.get_gpu_info(), "identity": worker.report_device_id(), "backend": dist.get_backend()}
+    answer = {
+        "info": worker.get_gpu_info(),
+        "identity": worker.report_device_id(),
+        "backend": dist.get_backend(),
+    }
     worker.backend.close()
     return {**answer, "transformer_engine": try_it().reason is None}
 
@@ -81,7 +100,9 @@ def transformers_greedy(model: Path, batch: Batch, new_tokens: int, stop: int | 
     rows = []
     for ids, length in zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True):
         prompt = ids[None, :length].to(device)
-        output = loaded.generate(prompt, max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=0)
+        output = loaded.generate(
+            prompt, max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=0
+        )
         rows.append(output[0].tolist())
     return rows
 
@@ -97,8 +118,9 @@ def greedy(config: Mapping[str, Any], batch: Batch, backend: str = "megatron") -
 
 
 def with_and_without_graphs(config: Mapping[str, Any], batch: Batch, trained: Batch) -> list[dict[str, Any]]:
-    """What the worker samples by CUDA graphs and without, before and after a step of training and a way to the host and back: tokens,
-    log-probabilities, milliseconds a step, and whether graphs were recorded until the end."""
+    """What the worker samples by CUDA graphs and without, before and after a step of training and a way to
+    the host and back: tokens, log-probabilities, milliseconds a step, and whether graphs were recorded until
+    the end."""
     worker = build(config, init_reference_model=False)
     seen = []
     for _ in range(2):
@@ -106,7 +128,9 @@ def with_and_without_graphs(config: Mapping[str, Any], batch: Batch, trained: Ba
             with generating(graphs=wanted) as made, worker.backend.runtime.timed() as watch:
                 output = worker.generate(data=BatchedDataDict(batch), greedy=False)
             milliseconds = watch.seconds * 1000 / int(output["generation_lengths"].max())
-            seen.append({**dict(output), "ms a token": milliseconds, "recorded": made[-1].capture is not None})
+            seen.append(
+                {**dict(output), "ms a token": milliseconds, "recorded": made[-1].capture is not None}
+            )
         _steps(worker, [trained])
         worker.offload_before_refit()
         worker.offload_after_refit()
@@ -117,7 +141,8 @@ def with_and_without_graphs(config: Mapping[str, Any], batch: Batch, trained: Ba
 
 @contextlib.contextmanager
 def generating(*, graphs: bool) -> Iterator[list[Graphs]]:
-    """Inside, Megatron decodes with graphs, as it does by itself, or without; gives the graphs of each call."""
+    """Inside, Megatron decodes with graphs, as it does by itself, or without; gives the graphs of each
+    call."""
     made: list[Graphs] = []
     by_itself = generation.graphs_on
 
@@ -139,7 +164,8 @@ def train(config: Mapping[str, Any], batches: list[Batch]) -> dict[str, Any]:
 
 
 def reference_policy(config: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    """Log-probabilities of present and reference policy before and after a step; the present ones also after a look at the reference."""
+    """Log-probabilities of present and reference policy before and after a step; the present ones also after
+    a look at the reference."""
     worker = build(config)
     data = BatchedDataDict(batch)
     seen = {"first": worker.get_logprobs(data=data)["logprobs"]}
@@ -171,7 +197,9 @@ def offload(config: Mapping[str, Any], batches: list[Batch], straight: bool) -> 
         seen["same_logprobs"] = torch.equal(worker.get_logprobs(data=data)["logprobs"], logprobs_before)
     worker.offload_after_refit()
     seen["offloaded"] = _allocated(worker)
-    seen["on_device_while_offloaded"] = [name for name, parameter in worker.backend.parameters() if _occupies_device(parameter)]
+    seen["on_device_while_offloaded"] = [
+        name for name, parameter in worker.backend.parameters() if _occupies_device(parameter)
+    ]
     worker.prepare_for_training()
     seen["back"] = _allocated(worker)
     seen["changed"] = differing(before, state_of(worker))
@@ -205,8 +233,11 @@ def train_on(config: Mapping[str, Any], batches: list[Batch], moves: bool = Fals
     return {"measured": measured, "weights": weights, **seen}
 
 
-def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, directory: Path) -> dict[str, Any]:
-    """Steps on all batches with a checkpoint after ``saved_after``; the state at that moment and the steps that follow."""
+def save(
+    config: Mapping[str, Any], batches: list[Batch], saved_after: int, directory: Path
+) -> dict[str, Any]:
+    """Steps on all batches with a checkpoint after ``saved_after``; the state at that moment and the steps
+    that follow."""
     worker = build(config, init_reference_model=False)
     _steps(worker, batches[:saved_after])
     worker.save_checkpoint(str(directory / "weights"), str(directory / "optimizer"))
@@ -217,7 +248,8 @@ def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, dire
 
 
 def save_staged(config: Mapping[str, Any], batches: list[Batch], directory: Path) -> None:
-    """Save after each step to memory, from where it is brought to ``staged``, and after the last one at once as ``written``."""
+    """Save after each step to memory, from where it is brought to ``staged``, and after the last one at once
+    as ``written``."""
     worker = build(config, init_reference_model=False)
     for batch in batches:
         worker.train(data=my_share(worker, batch), loss_fn=NLLLoss())
@@ -243,7 +275,9 @@ def resume(config: Mapping[str, Any], batches: list[Batch], directory: Path) -> 
 
 def state_of(worker: MegatronPolicyWorker) -> dict[str, Tensor]:
     """Copies in host memory of all weights, and of what the optimizer updates with its moments."""
-    tensors = {name: parameter.detach().to("cpu", copy=True) for name, parameter in worker.backend.parameters()}
+    tensors = {
+        name: parameter.detach().to("cpu", copy=True) for name, parameter in worker.backend.parameters()
+    }
     optimizer = worker.backend.optimizer
     assert optimizer is not None
     for number, inner in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
@@ -284,7 +318,8 @@ def _occupies_device(parameter: Tensor) -> bool:
 
 
 def packed_passes(config: Mapping[str, Any], batch: Batch) -> list[float]:
-    """Losses of two steps on a packed batch; in the second one, and in log-probabilities after it, no pass may wait."""
+    """Losses of two steps on a packed batch; in the second one, and in log-probabilities after it, no pass
+    may wait."""
     worker = build(config, init_reference_model=False)
     forward_backward = worker.backend.forward_backward
     # without a device nothing can wait for one
@@ -405,12 +440,15 @@ def broadcast() -> None:
 def listen() -> dict[str, Tensor]:
     """Receive them."""
     received: dict[str, Tensor] = {}
-    _kept["receiver"].receive(lambda weights: received.update({name: tensor.clone() for name, tensor in weights}))
+    _kept["receiver"].receive(
+        lambda weights: received.update({name: tensor.clone() for name, tensor in weights})
+    )
     return {name: tensor.cpu() for name, tensor in received.items()}
 
 
 def offload_times(config: Mapping[str, Any], batch: Batch, repeats: int) -> list[dict[str, float]]:
-    """Seconds of everything to the host and back, for each repeat, and the bytes that left the device (on a CPU, those that there are)."""
+    """Seconds of everything to the host and back, for each repeat, and the bytes that left the device (on a
+    CPU, those that there are)."""
     worker = build(config, init_reference_model=False)
     _steps(worker, [batch])
     found = []

@@ -1,4 +1,5 @@
-"""Checkpoints of a worker alone on a CUDA device whose tensors wait in memory: those that are written at once.
+"""Checkpoints of a worker alone on a CUDA device whose tensors wait in memory: those that are written at
+once.
 
 Skipped where there is no CUDA device; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies on a CPU.
 """

@@ -1,7 +1,7 @@
 """Weights that leave a device's process: to another process by IPC, and to the host and back.
 
-Skipped where there is no CUDA device; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies on a CPU, where weights lie in shared memory of the host
-and no speed is asked for.
+Skipped where there is no CUDA device; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies on a CPU, where weights lie
+in shared memory of the host and no speed is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.models import make_tiny, policy_config
 pytestmark = [needs_device, pytest.mark.gpu_handover]
 BATCHES = [make_batch(rows=8, length=64, seed=seed) for seed in (1, 2)]
 SLOWEST = 20e9
-"""Bytes a second between host and device: page-locked memory over PCIe 4 gives 25, over PCIe 5 50; pageable memory 3 to 10."""
+"""Bytes a second between host and device: page-locked memory over PCIe 4 gives 25, over PCIe 5 50; pageable
+memory 3 to 10."""
 # some 215 million parameters, 3 GB with float32 copies and moments, so that a tenth of a second is measured
 LARGE = {
     "hidden_size": 1024,
@@ -59,7 +60,10 @@ def test_another_process_reads_every_version_of_the_weights(
     cuda: DeviceProcess, engine: DeviceProcess, wide_models: dict[str, Path], precision: str
 ) -> None:
     """Three refits over one buffer, with a training step between them; no version is mistaken for another."""
-    config = {**policy_config(wide_models["qwen3"], precision=precision, max_length=64), "refit_buffer_size_gb": SMALL_BUFFER[precision]}
+    config = {
+        **policy_config(wide_models["qwen3"], precision=precision, max_length=64),
+        "refit_buffer_size_gb": SMALL_BUFFER[precision],
+    }
     description = cuda.run(jobs.begin_refits, config)
     identity = engine.run(jobs.begin_receiving, description)
     assert identity.startswith("GPU-") is ON_GPU
@@ -77,9 +81,15 @@ def test_another_process_reads_every_version_of_the_weights(
     engine.run(jobs.end_refits)
 
 
-def test_an_engine_that_ends_leaves_the_policy_its_device(cuda: DeviceProcess, wide_models: dict[str, Path]) -> None:
-    """A reader that is killed in the middle of a refit: the policy trains on, and hands over to the next one."""
-    config = {**policy_config(wide_models["qwen2"], precision="bfloat16", max_length=64), "refit_buffer_size_gb": SMALL_BUFFER["bfloat16"]}
+def test_an_engine_that_ends_leaves_the_policy_its_device(
+    cuda: DeviceProcess, wide_models: dict[str, Path]
+) -> None:
+    """A reader that is killed in the middle of a refit: the policy trains on, and hands over to the next
+    one."""
+    config = {
+        **policy_config(wide_models["qwen2"], precision="bfloat16", max_length=64),
+        "refit_buffer_size_gb": SMALL_BUFFER["bfloat16"],
+    }
     description = cuda.run(jobs.begin_refits, config)
     first = DeviceProcess(DEVICE)
     first.run(jobs.begin_receiving, description)
@@ -94,8 +104,11 @@ def test_an_engine_that_ends_leaves_the_policy_its_device(cuda: DeviceProcess, w
     assert [name for name in expected if not torch.equal(received[name], expected[name])] == []
 
 
-def test_everything_leaves_the_device_and_comes_back_at_the_speed_of_its_link(cuda: DeviceProcess, tmp_path: Path) -> None:
-    """The first time page-locked memory is taken, which costs what it costs; from then on only the link counts."""
+def test_everything_leaves_the_device_and_comes_back_at_the_speed_of_its_link(
+    cuda: DeviceProcess, tmp_path: Path
+) -> None:
+    """The first time page-locked memory is taken, which costs what it costs; from then on only the link
+    counts."""
     layers, sizes = (12, LARGE) if ON_GPU else (2, {"max_position_embeddings": 64})
     model = make_tiny(tmp_path / "model", "qwen2", tied=True, layers=layers, **sizes)
     config: dict[str, Any] = policy_config(model, precision="bfloat16", max_length=64)
@@ -105,4 +118,6 @@ def test_everything_leaves_the_device_and_comes_back_at_the_speed_of_its_link(cu
         return
     assert min(time["bytes"] for time in times) > 2e9
     out, back = (max(time["bytes"] / time[way] for time in times[1:]) for way in ("out", "back"))
-    assert out > SLOWEST and back > SLOWEST, f"{out / 1e9:.1f} GB/s to the host, {back / 1e9:.1f} GB/s back; {times}"
+    assert out > SLOWEST and back > SLOWEST, (
+        f"{out / 1e9:.1f} GB/s to the host, {back / 1e9:.1f} GB/s back; {times}"
+    )

@@ -1,8 +1,10 @@
-"""Two ranks over NCCL: sums, tensor and data parallel training as on one device, weights to an engine on the other device.
+"""Two ranks over NCCL: sums, tensor and data parallel training as on one device, weights to an engine on the
+other device.
 
-They have two CUDA devices, or share one: NCCL 2.30 and newer lets them with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. Two processes of a device
-take turns on it, so that this shows correct numbers and no speed. Skipped where there is neither; when this was written no second device
-was at hand. The bodies were run on a CPU over gloo (``MEGARL_GPU_TESTS_ON=cpu``).
+They have two CUDA devices, or share one: NCCL 2.30 and newer lets them with ``NCCL_MULTI_RANK_GPU_ENABLE=1``.
+Two processes of a device take turns on it, so that this shows correct numbers and no speed. Skipped where
+there is neither; when this was written no second device was at hand. The bodies were run on a CPU over gloo
+(``MEGARL_GPU_TESTS_ON=cpu``).
 """
 
 from __future__ import annotations
@@ -53,24 +55,39 @@ def test_a_layout_of_two_devices_trains_as_one_device_does(
     pair: DevicePair, cuda: DeviceProcess, wide_models: dict[str, Path], layout: dict[str, Any]
 ) -> None:
     alone = cuda.run(rank_jobs.train, policy_config(wide_models["qwen3"]), BATCHES, NLLLoss())
-    for result in pair.run(rank_jobs.train, policy_config(wide_models["qwen3"], **layout), BATCHES, NLLLoss()):
-        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-3)
-        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(alone["norms"]), atol=1e-5, rtol=1e-3)
+    for result in pair.run(
+        rank_jobs.train, policy_config(wide_models["qwen3"], **layout), BATCHES, NLLLoss()
+    ):
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-3
+        )
+        torch.testing.assert_close(
+            torch.tensor(result["norms"]), torch.tensor(alone["norms"]), atol=1e-5, rtol=1e-3
+        )
 
 
 def test_experts_on_two_devices(pair: DevicePair, cuda: DeviceProcess, wide_models: dict[str, Path]) -> None:
     alone = cuda.run(rank_jobs.train, policy_config(wide_models["qwen3_moe"]), BATCHES, NLLLoss())
-    for result in pair.run(rank_jobs.train, policy_config(wide_models["qwen3_moe"], ep=2), BATCHES, NLLLoss()):
-        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-3)
+    for result in pair.run(
+        rank_jobs.train, policy_config(wide_models["qwen3_moe"], ep=2), BATCHES, NLLLoss()
+    ):
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-3
+        )
 
 
-def test_weights_reach_an_engine_on_the_other_device(cuda: DeviceProcess, wide_models: dict[str, Path]) -> None:
+def test_weights_reach_an_engine_on_the_other_device(
+    cuda: DeviceProcess, wide_models: dict[str, Path]
+) -> None:
     """Two refits over one group, as with engines apart."""
     engine = DeviceProcess(DEVICE, local_rank=1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     description = cuda.run(jobs.begin_refits, policy_config(wide_models["qwen3"], precision="bfloat16"))
-    joining, leading = engine.submit(jobs.join_transfer, port, description), cuda.submit(jobs.lead_transfer, port)
+    joining, leading = (
+        engine.submit(jobs.join_transfer, port, description),
+        cuda.submit(jobs.lead_transfer, port),
+    )
     cuda.result(leading)
     engine.result(joining)
     expected = cuda.run(jobs.kept_weights)

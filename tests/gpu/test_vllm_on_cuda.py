@@ -1,7 +1,8 @@
-"""vLLM beside the policy on one device: its start, what it leaves of the device while it sleeps, refits by IPC, and whose answers it gives.
+"""vLLM beside the policy on one device: its start, what it leaves of the device while it sleeps, refits by
+IPC, and whose answers it gives.
 
-Skipped where there is no CUDA device or no vLLM; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies with vLLM's build for CPUs. No GPU has run
-them.
+Skipped where there is no CUDA device or no vLLM; ``MEGARL_GPU_TESTS_ON=cpu`` runs the bodies with vLLM's
+build for CPUs. No GPU has run them.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ def engine() -> Iterator[DeviceProcess]:
 
 def prompts(seed: int) -> dict[str, Tensor]:
     ids = torch.randint(3, 90, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "input_lengths": torch.full((ROWS,), PROMPT), "sampling_seeds": torch.arange(ROWS) + 1000 * seed}
+    return {
+        "input_ids": ids,
+        "input_lengths": torch.full((ROWS,), PROMPT),
+        "sampling_seeds": torch.arange(ROWS) + 1000 * seed,
+    }
 
 
 def refit(policy: DeviceProcess, engine: DeviceProcess, ticket: int) -> None:
     """As a step of a run does it: parameters alone on the device, weights over, cache behind them."""
     policy.run(jobs.kept_call, "offload_before_refit")
     engine.run(engine_jobs.wake, ["weights"])
-    giving, taking = policy.submit(jobs.kept_call, "hand_over_weights", SESSION, ticket), engine.submit(engine_jobs.take_weights, ticket)
+    giving, taking = (
+        policy.submit(jobs.kept_call, "hand_over_weights", SESSION, ticket),
+        engine.submit(engine_jobs.take_weights, ticket),
+    )
     engine.result(taking)
     policy.result(giving)
     policy.run(jobs.kept_call, "offload_after_refit")
@@ -59,8 +67,11 @@ def refit(policy: DeviceProcess, engine: DeviceProcess, ticket: int) -> None:
 def test_an_engine_answers_with_the_weights_of_each_refit(
     cuda: DeviceProcess, engine: DeviceProcess, wide_models: dict[str, Path], family: str
 ) -> None:
-    """Three versions, far from each other, by the same CUDA graphs: log-probabilities are the policy's, and stale ones would show."""
-    description = cuda.run(jobs.begin_refits, policy_config(wide_models[family], precision="bfloat16", max_length=PROMPT + NEW))
+    """Three versions, far from each other, by the same CUDA graphs: log-probabilities are the policy's, and
+    stale ones would show."""
+    description = cuda.run(
+        jobs.begin_refits, policy_config(wide_models[family], precision="bfloat16", max_length=PROMPT + NEW)
+    )
     cuda.run(jobs.kept_call, "offload_after_refit")
     free = cuda.run(jobs.free_bytes)
     config = engine_jobs.engine_config(wide_models[family], PROMPT, NEW, ROWS, eager=not ON_GPU)
@@ -68,7 +79,9 @@ def test_an_engine_answers_with_the_weights_of_each_refit(
     assert facts["second runner"] is facts["offloads graphs"] is ON_GPU
     assert not ON_GPU or facts["sizes"] == [1, 2, 4, 8, 16, ROWS]
     engine.run(engine_jobs.sleep)
-    assert cuda.run(jobs.free_bytes) >= free - ENGINE_REST, "an engine that sleeps keeps more than the memory plan says"
+    assert cuda.run(jobs.free_bytes) >= free - ENGINE_REST, (
+        "an engine that sleeps keeps more than the memory plan says"
+    )
     cuda.run(jobs.kept_call, "prepare_for_lp_inference")
     engine.run(engine_jobs.connect, description, cuda.run(jobs.kept_call, "mailbox"), SESSION)
     for version in range(3):

@@ -1,12 +1,15 @@
-"""A Python for the launch scripts that makes real virtual environments in a blink and whose pip only writes down what it was asked for.
+"""A Python for the launch scripts that makes real virtual environments in a blink and whose pip only writes
+down what it was asked for.
 
-The environment it makes holds stand-ins for pip and pytest, and, after ``pip install --editable``, for the packages that the scripts import
-to see whether an installation works. Behaviour is steered by variables of the process environment:
+The environment it makes holds stand-ins for pip and pytest, and, after ``pip install --editable``, for the
+packages that the scripts import to see whether an installation works. Behaviour is steered by variables of
+the process environment:
 
     FAKE_CALLS         file to which pip and pytest append one line of JSON for each call
     FAKE_PIP_FAILS     pip writes a message and ends with status 1 when this word is among its arguments
     FAKE_PYTEST_FAILS  pytest writes a message and ends with status 1 when this word is among its arguments
-    FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until something comes through ``release``
+    FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until
+    something comes through ``release``
 """
 
 from __future__ import annotations

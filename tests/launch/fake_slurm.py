@@ -1,10 +1,12 @@
-"""Stand-ins for Slurm's and Ray's commands, on PATH in front of everything: they write down their calls and play what a test asks for.
+"""Stand-ins for Slurm's and Ray's commands, on PATH in front of everything: they write down their calls and
+play what a test asks for.
 
 FAKE_CALLS      file with one line for each call: program and arguments, separated by tabs
 FAKE_HOSTS      names of the job's nodes
 FAKE_JOB        what "scontrol show job" prints
 FAKE_LEFT       what squeue prints as the time that is left
-FAKE_SRUN       "dies": srun ends with 9 at once; "loses": after the cluster is up, srun ends with 137 and leaves its tasks dead; "waits":
+FAKE_SRUN       "dies": srun ends with 9 at once; "loses": after the cluster is up, srun ends with 137 and
+leaves its tasks dead; "waits":
                 it stays when its tasks have ended, as for one on a node that is gone
 FAKE_MISSING    node that never registers with Ray
 FAKE_REQUEUE    exit code of "scontrol requeue"
@@ -17,7 +19,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-RECORD = 'printf "%s" "{name}" >>"$FAKE_CALLS.part.$$"; printf "\\t%s" "$@" >>"$FAKE_CALLS.part.$$"; echo >>"$FAKE_CALLS.part.$$"\n'
+RECORD = (
+    'printf "%s" "{name}" >>"$FAKE_CALLS.part.$$"; printf "\\t%s" "$@" >>"$FAKE_CALLS.part.$$"; echo '
+    '>>"$FAKE_CALLS.part.$$"\n'
+)
 RECORD += 'cat "$FAKE_CALLS.part.$$" >>"$FAKE_CALLS"; rm "$FAKE_CALLS.part.$$"\n'
 
 SRUN = """
@@ -102,6 +107,9 @@ exec PYTHON "$@"
 def write_fake_ray(directory: Path) -> None:
     """Put a stand-in for Ray alone into ``directory``, and a Python that does not ask it for its nodes."""
     directory.mkdir()
-    for name, body in (("ray", PROGRAMS["ray"]), ("python", PASSING_PYTHON.replace("PYTHON", sys.executable))):
+    for name, body in (
+        ("ray", PROGRAMS["ray"]),
+        ("python", PASSING_PYTHON.replace("PYTHON", sys.executable)),
+    ):
         (directory / name).write_text("#!/bin/sh\n" + body)
         (directory / name).chmod(0o755)

@@ -2,9 +2,9 @@
 
     python -m tests.launch.gated_train CONFIG [key=value ...]
 
-Each attempt of which the number is below ``GATED_ATTEMPTS`` waits until it is asked to stop, or until there is a file ``open`` in its
-directory; a file ``gated`` there says that it does. With ``PLAIN_POLICY=1`` the policy is the plain reference one, in this process and
-without Ray.
+Each attempt of which the number is below ``GATED_ATTEMPTS`` waits until it is asked to stop, or until there
+is a file ``open`` in its directory; a file ``gated`` there says that it does. With ``PLAIN_POLICY=1`` the
+policy is the plain reference one, in this process and without Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A real Slurm of this host's packages: a controller and two nodes on the loopback interface, and two partitions of which one preempts."""
+"""A real Slurm of this host's packages: a controller and two nodes on the loopback interface, and two
+partitions of which one preempts."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 
 def missing() -> str:
     """Why there can be no Slurm here; empty when there can."""
-    absent = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol") if not shutil.which(name, path=_PATH)]
+    absent = [
+        name
+        for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+        if not shutil.which(name, path=_PATH)
+    ]
     return f"no {', '.join(absent)} here; launch/slurm_packages.sh installs them" if absent else ""
 
 
@@ -75,7 +80,11 @@ class LoopbackSlurm:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         ports = dict(zip(("controller", *NODES), _free_ports(3), strict=True))
         # Jobs of another such Slurm on this host get other directories and, for the most part, other ports.
-        names = {"host": socket.gethostname(), "user": getpass.getuser(), "first_job": random.SystemRandom().randint(1, 50_000)}
+        names = {
+            "host": socket.gethostname(),
+            "user": getpass.getuser(),
+            "first_job": random.SystemRandom().randint(1, 50_000),
+        }
         text = CONFIGURATION.format(directory=directory, node_timeout_s=node_timeout_s, **names, **ports)
         (directory / "state").mkdir(parents=True)
         (directory / "slurm.conf").write_text(text)
@@ -107,7 +116,8 @@ class LoopbackSlurm:
         self._start(node, ["slurmd", "-D", "-N", node], directory)
 
     def kill_node(self, node: str) -> None:
-        """End everything of a node at once: its daemon, whatever runs there, and what would report its end."""
+        """End everything of a node at once: its daemon, whatever runs there, and what would report its
+        end."""
         self._kill_daemon(node)
         self._kill_tasks((node,))
 
@@ -127,7 +137,10 @@ class LoopbackSlurm:
                         above.append(process)
                     continue
                 environment = process.environ()
-                if environment.get("SLURM_CONF") == self.variables["SLURM_CONF"] and environment.get("SLURMD_NODENAME") in nodes:
+                if (
+                    environment.get("SLURM_CONF") == self.variables["SLURM_CONF"]
+                    and environment.get("SLURMD_NODENAME") in nodes
+                ):
                     tasks.append(process)
         for process in [*above, *tasks]:
             with contextlib.suppress(psutil.Error):
@@ -141,7 +154,9 @@ class LoopbackSlurm:
     def submit(self, *arguments: str) -> str:
         """``sbatch ARGUMENTS``; the number of the job."""
         command = ["sbatch", "--parsable", *arguments]
-        return subprocess.run(command, env=self.variables, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, env=self.variables, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def property(self, job: str, key: str) -> str:
         """What Slurm says of a job, for example its ``JobState``."""
@@ -153,9 +168,12 @@ class LoopbackSlurm:
         self.wait_until(lambda: self._state(job, state) == state, f"job {job} is {state}", job)
 
     def await_requeue(self, job: str, restarts: int) -> None:
-        """Wait until a job is back in the queue for its start number ``restarts``, counted from 0; fail at once when it has ended."""
+        """Wait until a job is back in the queue for its start number ``restarts``, counted from 0; fail at
+        once when it has ended."""
         self.wait_until(
-            lambda: self._state(job) == "PENDING" and self.property(job, "Restarts") == str(restarts), f"job {job} is requeued", job
+            lambda: self._state(job) == "PENDING" and self.property(job, "Restarts") == str(restarts),
+            f"job {job} is requeued",
+            job,
         )
 
     def await_moment(self, job: str, happened: Callable[[], bool], what: str) -> None:
@@ -165,30 +183,38 @@ class LoopbackSlurm:
     def _state(self, job: str, end: str = "") -> str:
         """State of a job that may still go on, or has ended in ``end``."""
         state = self.property(job, "JobState")
-        assert state in (end, "PENDING", "RUNNING", "SIGNALING", "COMPLETING"), f"job {job} is {state}{self._log(job)}"
+        assert state in (end, "PENDING", "RUNNING", "SIGNALING", "COMPLETING"), (
+            f"job {job} is {state}{self._log(job)}"
+        )
         return state
 
     def await_free_nodes(self) -> None:
         """Wait until the nodes are idle and the controller has nothing more to tell them.
 
-        A node that comes back is told to end the job it was lost with. Where that job runs again by then, Slurm 22.05 takes the answer for
-        the end of the new start on that node, and the job's srun waits for ever ("Requested nodes are busy").
+        A node that comes back is told to end the job it was lost with. Where that job runs again by then,
+        Slurm 22.05 takes the answer for the end of the new start on that node, and the job's srun waits for
+        ever ("Requested nodes are busy").
         """
 
         def free() -> bool:
             idle = self.say("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES))
-            agents = dict(line.split(":", 1) for line in self.say("sdiag").splitlines() if line.startswith("Agent "))
+            agents = dict(
+                line.split(":", 1) for line in self.say("sdiag").splitlines() if line.startswith("Agent ")
+            )
             return idle and all(int(agents.get(name, 1)) == 0 for name in ("Agent queue size", "Agent count"))
 
         self.wait_until(free, "all nodes are free")
 
     def start_again(self, job: str) -> None:
-        """Let a requeued job start as soon as it safely can, not in the two minutes for which Slurm holds it back.
+        """Let a requeued job start as soon as it safely can, not in the two minutes for which Slurm holds it
+        back.
 
-        A node takes the credential of a new start only when that is newer, in whole seconds of the controller's clock, than the end of the
-        start before; it refuses any other ("already killed, do not launch batch job"), and the job has FAILED. So Slurm waits for as long
-        as a credential is valid: ``AuthInfo=cred_expire``, which also is the time in which a loaded machine has to launch a step, and so
-        stays what it is here. The nodes have nothing more to end once they are free; in the second after that, the credential is newer.
+        A node takes the credential of a new start only when that is newer, in whole seconds of the
+        controller's clock, than the end of the start before; it refuses any other ("already killed, do not
+        launch batch job"), and the job has FAILED. So Slurm waits for as long as a credential is valid:
+        ``AuthInfo=cred_expire``, which also is the time in which a loaded machine has to launch a step, and
+        so stays what it is here. The nodes have nothing more to end once they are free; in the second after
+        that, the credential is newer.
         """
         self.await_free_nodes()
         safe = datetime.fromtimestamp(int(time.time()) + 1).isoformat()
@@ -205,12 +231,18 @@ class LoopbackSlurm:
         return f"\n--- {path}\n{path.read_text(errors='replace')[-4000:]}" if path.is_file() else ""
 
     def wait_until(self, happened: Callable[[], bool], what: str, job: str = "") -> None:
-        """Wait for something; fail with the logs of the daemons, and of a job, when it does not come, or a daemon has ended by itself."""
+        """Wait for something; fail with the logs of the daemons, and of a job, when it does not come, or a
+        daemon has ended by itself."""
         end = time.monotonic() + LONGEST_WAIT_S
         while not happened():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self.daemons.values()):
-                logs = "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.directory.glob("*.log"))
-                raise AssertionError(f"never came: {what}\n{self.say('scontrol', 'show', 'job')}{logs}{self._log(job)}")
+                logs = "".join(
+                    f"\n--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+                    for path in self.directory.glob("*.log")
+                )
+                raise AssertionError(
+                    f"never came: {what}\n{self.say('scontrol', 'show', 'job')}{logs}{self._log(job)}"
+                )
             time.sleep(0.2)
 
     def close(self) -> None:

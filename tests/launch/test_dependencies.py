@@ -1,4 +1,5 @@
-"""What megarl brings along: licences that allow it, and versions without known holes, as far as that can be looked up."""
+"""What megarl brings along: licences that allow it, and versions without known holes, as far as that can be
+looked up."""
 
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ from tests.tiers import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PERMISSIVE = re.compile(
-    r"apache|\bmit\b|\bbsd\b|\b[0-3]-?bsd|\bisc\b|\bpsf|python software|\bmpl\b|mozilla|unlicense|public domain|zlib|\bhpnd\b|cc0|boost|"
+    r"apache|\bmit\b|\bbsd\b|\b[0-3]-?bsd|\bisc\b|\bpsf|python software|\bmpl\b|mozilla|unlicense|public "
+    r"domain|zlib|\bhpnd\b|cc0|boost|"
     r"\bbsl-1|wtfpl",
     re.IGNORECASE,
 )
 COPYLEFT = re.compile(
-    r"(?<!l)\b(?:a?gpl)\b|gnu (?:affero )?general public|\bsspl\b|server side public|commons clause|non-?commercial", re.IGNORECASE
+    r"(?<!l)\b(?:a?gpl)\b|gnu (?:affero )?general public|\bsspl\b|server side public|commons "
+    r"clause|non-?commercial",
+    re.IGNORECASE,
 )
 KNOWN = {"setuptools": "MIT"}
 """Packages whose metadata say no licence that the pattern knows, with the one that their source has."""
@@ -47,7 +51,9 @@ def closure(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
             continue
         for text in found[name].requires or []:
             required = Requirement(text)
-            if required.marker is None or any(required.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+            if required.marker is None or any(
+                required.marker.evaluate({"extra": extra}) for extra in (*extras, "")
+            ):
                 pending.append((canonicalize_name(required.name), frozenset(required.extras)))
     return found
 
@@ -55,8 +61,16 @@ def closure(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
 def licence_of(distribution: importlib.metadata.Distribution) -> str:
     """All that its metadata say, in one line; the text of a licence counts by its beginning."""
     metadata = distribution.metadata
-    classifiers = [line.rpartition("::")[2].strip() for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
-    return "; ".join(part for part in (metadata.get("License-Expression"), *classifiers, (metadata.get("License") or "")[:200]) if part)
+    classifiers = [
+        line.rpartition("::")[2].strip()
+        for line in metadata.get_all("Classifier") or []
+        if line.startswith("License ::")
+    ]
+    return "; ".join(
+        part
+        for part in (metadata.get("License-Expression"), *classifiers, (metadata.get("License") or "")[:200])
+        if part
+    )
 
 
 def direct() -> list[str]:
@@ -70,11 +84,17 @@ def direct() -> list[str]:
 def test_whatever_a_run_needs_may_be_used_by_everybody() -> None:
     found = closure(direct())
     assert len(found) > len(direct()) > 15
-    licences = {name: KNOWN.get(name) or licence_of(distribution) for name, distribution in sorted(found.items())}
+    licences = {
+        name: KNOWN.get(name) or licence_of(distribution) for name, distribution in sorted(found.items())
+    }
     for name, licence in licences.items():
         print(f"{name:<32} {found[name].version:<16} {' '.join(licence.split())[:80]}")
     # of several licences one may choose
-    assert {name: licence for name, licence in licences.items() if COPYLEFT.search(licence) and not PERMISSIVE.search(licence)} == {}
+    assert {
+        name: licence
+        for name, licence in licences.items()
+        if COPYLEFT.search(licence) and not PERMISSIVE.search(licence)
+    } == {}
     assert {name: licence for name, licence in licences.items() if not PERMISSIVE.search(licence)} == {}
 
 
@@ -99,7 +119,8 @@ def test_the_patterns_tell_licences_apart(licence: str, permissive: bool, copyle
 @slow
 @pytest.mark.parametrize("constraints", ["constraints-cpu.txt", "constraints-gpu.txt"])
 def test_no_version_has_a_known_hole(constraints: str) -> None:
-    """With ``MEGARL_TEST_AUDIT=1`` it fails where it cannot look; without, that is the reason why it is left out.
+    """With ``MEGARL_TEST_AUDIT=1`` it fails where it cannot look; without, that is the reason why it is left
+    out.
 
     ``launch/test.sh --part audit`` says by ``MEGARL_TEST_PIP_AUDIT`` where it has put pip-audit.
     """
@@ -112,20 +133,40 @@ def test_no_version_has_a_known_hole(constraints: str) -> None:
     place = env.text("MEGARL_TEST_PIP_AUDIT", "") or ""
     if not place and importlib.util.find_spec("pip_audit") is None:
         left_out("pip-audit is not installed; bash launch/test.sh --part audit does it")
-    pinned = [line for line in (ROOT / constraints).read_text().splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)]
+    pinned = [
+        line for line in (ROOT / constraints).read_text().splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)
+    ]
     assert len(pinned) > 50
     # a local version (2.13.0+cpu) is no version that a database knows
     requirements = "\n".join(re.sub(r"\+[\w.]+", "", line) for line in pinned)
-    command = [sys.executable, "-m", "pip_audit", "--requirement", "/dev/stdin", "--no-deps", "--disable-pip", "--format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--requirement",
+        "/dev/stdin",
+        "--no-deps",
+        "--disable-pip",
+        "--format",
+        "json",
+    ]
     path = os.pathsep.join(part for part in (place, env.text("PYTHONPATH")) if part)
     variables = {**env.snapshot(), "PYTHONPATH": path}
-    done = subprocess.run(command, input=requirements, env=variables, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(
+        command, input=requirements, env=variables, capture_output=True, text=True, check=False, timeout=500
+    )
     try:
         report = json.loads(done.stdout)
     except ValueError:
         left_out(f"pip-audit ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     looked_up = [each for each in report["dependencies"] if "skip_reason" not in each]
-    assert {f"{each['name']} {each['version']}": [hole["id"] for hole in each["vulns"]] for each in looked_up if each["vulns"]} == {}
-    skipped = [f"{each['name']}: {each['skip_reason']}" for each in report["dependencies"] if "skip_reason" in each]
+    assert {
+        f"{each['name']} {each['version']}": [hole["id"] for hole in each["vulns"]]
+        for each in looked_up
+        if each["vulns"]
+    } == {}
+    skipped = [
+        f"{each['name']}: {each['skip_reason']}" for each in report["dependencies"] if "skip_reason" in each
+    ]
     if skipped:
         left_out(f"{len(skipped)} of {len(pinned)} packages, such as {skipped[0]}")

@@ -1,4 +1,5 @@
-"""The environment for GPUs: its script with stand-ins for pip, driver and compiler; its versions, and the image that is made by it."""
+"""The environment for GPUs: its script with stand-ins for pip, driver and compiler; its versions, and the
+image that is made by it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ NVCC = '#!/bin/sh\necho "Cuda compilation tools, release $FAKE_CUDA, V$FAKE_CUDA
 
 def pins() -> dict[str, Version]:
     lines = [line for line in CONSTRAINTS.read_text().splitlines() if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", line) for line in lines), "a constraint is a name and one exact version"
-    found = {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", line) for line in lines), (
+        "a constraint is a name and one exact version"
+    )
+    found = {
+        canonicalize_name(name): Version(version)
+        for name, _, version in (line.partition("==") for line in lines)
+    }
     assert len(found) == len(lines)
     return found
 
@@ -37,7 +43,8 @@ def tool(clone: Clone, name: str, text: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """A clone on a machine with a GPU, its driver, a compiler, CUDA 13 and Python 3.12, all of them stand-ins."""
+    """A clone on a machine with a GPU, its driver, a compiler, CUDA 13 and Python 3.12, all of them
+    stand-ins."""
     made = make_clone(tmp_path)
     write_fake_python(Path(made.variables["PATH"].split(":")[0]) / "python3.12", "3.12.4")
     for name, text in (("nvidia-smi", SMI), ("g++", "#!/bin/sh\n")):
@@ -55,7 +62,9 @@ def clone(tmp_path: Path) -> Clone:
 
 
 def cuda_of_torch() -> int:
-    [major] = [int(name.removeprefix("nvidia-nccl-cu")) for name in pins() if name.startswith("nvidia-nccl-cu")]
+    [major] = [
+        int(name.removeprefix("nvidia-nccl-cu")) for name in pins() if name.startswith("nvidia-nccl-cu")
+    ]
     return major
 
 
@@ -142,10 +151,15 @@ def test_parts_can_be_left_out(clone: Clone, left_out: list[str], installed: lis
         ({"MEGARL_PYTHON": "python3.13"}, "", "python3.13 is no Python that has venv"),
     ],
 )
-def test_what_is_missing_is_told_before_anything_is_installed(clone: Clone, variables: dict[str, str], removed: str, says: str) -> None:
+def test_what_is_missing_is_told_before_anything_is_installed(
+    clone: Clone, variables: dict[str, str], removed: str, says: str
+) -> None:
     if removed:
         (Path(clone.variables["PATH"].split(":")[0]) / removed).unlink()
-        variables = {**variables, "CUDA_HOME": str(clone.root)}  # where there is none, whatever this machine has
+        variables = {
+            **variables,
+            "CUDA_HOME": str(clone.root),
+        }  # where there is none, whatever this machine has
     refused = make(clone, **variables)
     assert refused.returncode == 1 and says in refused.stderr and "Fix: " in refused.stderr
     assert clone.calls() == [] and not (clone.root / ".venv-gpu").exists()
@@ -162,17 +176,28 @@ def test_a_dry_run_shows_the_steps_and_what_is_missing_and_changes_nothing(clone
     assert done.returncode == 0, done.stderr
     steps = re.findall(r"^(\d)\. ", done.stdout, re.MULTILINE)
     assert steps == ["1", "2", "3", "4", "5"]
-    assert "python3.12 -m venv" in done.stdout and "--no-build-isolation" in done.stdout and "megarl.cli doctor" in done.stdout
+    assert (
+        "python3.12 -m venv" in done.stdout
+        and "--no-build-isolation" in done.stdout
+        and "megarl.cli doctor" in done.stdout
+    )
     assert "missing for it here:" in done.stdout and "CUDA 13 wants 580 or newer" in done.stdout
     assert clone.calls() == [] and not (clone.root / ".venv-gpu").exists()
     assert "missing" not in make(clone, "--dry-run").stdout
     old = make(clone, "--dry-run", MEGARL_PYTHON="python3.11")
-    assert old.returncode == 0 and "python3.11 is 3.11.9: constraints-gpu.txt is for Python 3.12" in old.stdout
+    assert (
+        old.returncode == 0 and "python3.11 is 3.11.9: constraints-gpu.txt is for Python 3.12" in old.stdout
+    )
 
 
 @sampled(1)
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(["--without"], "te or vllm is wanted"), (["--without", "torch"], "wanted"), (["-x"], "-x is not known")]
+    ("arguments", "says"),
+    [
+        (["--without"], "te or vllm is wanted"),
+        (["--without", "torch"], "wanted"),
+        (["-x"], "-x is not known"),
+    ],
 )
 def test_arguments_that_are_not_known(clone: Clone, arguments: list[str], says: str) -> None:
     refused = make(clone, *arguments)
@@ -193,10 +218,22 @@ def test_every_requirement_has_a_version_within_its_bounds(extra: str) -> None:
 
 
 def test_the_versions_that_are_tested_on_a_cpu_are_those_for_gpus() -> None:
-    """Where both have a package: what is tested is what runs. The newest megatron-core wants Python 3.12, vLLM on GPUs another ffi."""
-    tested = dict(line.split("==") for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if "==" in line and line[0] != "#")
-    both = {canonicalize_name(name): Version(version) for name, version in tested.items() if canonicalize_name(name) in pins()}
-    assert {name for name, version in both.items() if pins()[name] != version} <= {"megatron-core", "apache-tvm-ffi"}
+    """Where both have a package: what is tested is what runs. The newest megatron-core wants Python 3.12,
+    vLLM on GPUs another ffi."""
+    tested = dict(
+        line.split("==")
+        for line in (ROOT / "constraints-cpu.txt").read_text().splitlines()
+        if "==" in line and line[0] != "#"
+    )
+    both = {
+        canonicalize_name(name): Version(version)
+        for name, version in tested.items()
+        if canonicalize_name(name) in pins()
+    }
+    assert {name for name, version in both.items() if pins()[name] != version} <= {
+        "megatron-core",
+        "apache-tvm-ffi",
+    }
     newest = re.search(r"^NEWEST_MEGATRON=(\S+)$", (ROOT / "launch" / "test.sh").read_text(), re.MULTILINE)
     assert newest is not None and pins()["megatron-core"] == Version(newest[1])
 
@@ -205,9 +242,15 @@ def test_the_image_is_for_the_cuda_of_torch_and_made_by_the_script() -> None:
     text = (ROOT / "launch" / "Dockerfile").read_text()
     cuda = re.search(r"^ARG CUDA=(\d+)\.(\d+)\.\d+$", text, re.MULTILINE)
     runtime = pins()["nvidia-cuda-runtime"]
-    assert cuda is not None and (int(cuda[1]), int(cuda[2])) == (runtime.major, runtime.minor) and runtime.major == cuda_of_torch()
+    assert (
+        cuda is not None
+        and (int(cuda[1]), int(cuda[2])) == (runtime.major, runtime.minor)
+        and runtime.major == cuda_of_torch()
+    )
     assert "RUN bash launch/gpu_environment.sh --no-driver" in text
     copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
-    assert copied == {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == {
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    }
     assert all((ROOT / name).exists() for name in copied)
     assert re.findall(r"python(\d\.\d+)-venv", text) == ["3.12"]

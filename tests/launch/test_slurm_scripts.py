@@ -1,4 +1,5 @@
-"""The Slurm scripts, with stand-ins for Slurm and Ray: what they start, what signals and exit codes lead to, and what they say."""
+"""The Slurm scripts, with stand-ins for Slurm and Ray: what they start, what signals and exit codes lead to,
+and what they say."""
 
 from __future__ import annotations
 
@@ -39,8 +40,14 @@ class Job:
     variables: dict[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, driver: str | None, script: str = "ray.sbatch", **variables: str) -> subprocess.Popen[str]:
-        command = ["bash", str(ROOT / "launch" / script), *(["bash", "-c", driver] if driver is not None else [])]
+    def start(
+        self, driver: str | None, script: str = "ray.sbatch", **variables: str
+    ) -> subprocess.Popen[str]:
+        command = [
+            "bash",
+            str(ROOT / "launch" / script),
+            *(["bash", "-c", driver] if driver is not None else []),
+        ]
         with (self.directory / "log").open("w") as log:
             process = subprocess.Popen(
                 command,
@@ -57,7 +64,9 @@ class Job:
     def run(self, driver: str | None, script: str = "ray.sbatch", **variables: str) -> int:
         return self.start(driver, script, **variables).wait(LONGEST_WAIT_S)
 
-    def ran(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def ran(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """A script to its end."""
         return subprocess.run(
             command,
@@ -69,7 +78,9 @@ class Job:
             check=False,
         )
 
-    def signalled(self, number: signal.Signals, driver: str | None, script: str = "ray.sbatch", **variables: str) -> int:
+    def signalled(
+        self, number: signal.Signals, driver: str | None, script: str = "ray.sbatch", **variables: str
+    ) -> int:
         """Exit code of a job that gets a signal when its driver runs."""
         process = self.start(driver, script, **variables)
         self.await_file("driver_started")
@@ -176,11 +187,17 @@ def test_a_directory_of_somebody_else_in_the_place_of_ray_s_is_refused(job: Job)
     path = job.directory / "megarl-ray-4711-0-0"
     path.mkdir()
     (path / "planted").touch()
-    (job.directory / "bin" / "rm").write_text('#!/bin/sh\ncase "$*" in *megarl-ray-*-0) exit 1 ;; esac\nexec /bin/rm "$@"\n')
+    (job.directory / "bin" / "rm").write_text(
+        '#!/bin/sh\ncase "$*" in *megarl-ray-*-0) exit 1 ;; esac\nexec /bin/rm "$@"\n'
+    )
     (job.directory / "bin" / "rm").chmod(0o755)
     assert job.run(DRIVER) == 2, job.log
     assert f"{path} is somebody else's. Fix: set MEGARL_RAY_TEMP to a directory of your own" in job.log
-    assert (path / "planted").exists() and not job.calls("ray") and not (job.attempt() / "driver_started").exists()
+    assert (
+        (path / "planted").exists()
+        and not job.calls("ray")
+        and not (job.attempt() / "driver_started").exists()
+    )
 
 
 @slow
@@ -232,13 +249,21 @@ def test_notice_of_the_time_limit_saves_and_requeues(job: Job) -> None:
 def test_a_stop_without_a_checkpoint_is_not_tried_again(job: Job) -> None:
     assert job.signalled(signal.SIGUSR1, DRIVER + UNTIL_STOPPED + "exit 75") == 1, job.log
     assert not job.requeues()
-    assert "this attempt wrote no checkpoint" in job.log.splitlines()[-1] and "--time" in job.log.splitlines()[-1]
+    assert (
+        "this attempt wrote no checkpoint" in job.log.splitlines()[-1]
+        and "--time" in job.log.splitlines()[-1]
+    )
 
 
 @slow
 def test_preemption_requeues_also_without_a_checkpoint(job: Job) -> None:
     assert (
-        job.signalled(signal.SIGUSR1, DRIVER + UNTIL_STOPPED + "exit 75", FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00") == 75
+        job.signalled(
+            signal.SIGUSR1,
+            DRIVER + UNTIL_STOPPED + "exit 75",
+            FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00",
+        )
+        == 75
     ), job.log
     assert job.requeues() == [["requeue", "4711"]]
     assert "USR1 from Slurm (preempted)" in job.log
@@ -289,7 +314,9 @@ def test_a_chained_job_leaves_the_rest_to_the_next(job: Job) -> None:
 @pytest.mark.parametrize("after_notice", [False, True])
 def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> None:
     # What Slurm 22.05 says of a cancelled job while it ends it.
-    process = job.start(DRIVER + SAVES + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=None PreemptTime=None")
+    process = job.start(
+        DRIVER + SAVES + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=None PreemptTime=None"
+    )
     job.await_file("last_checkpoint")
     if after_notice:
         process.send_signal(signal.SIGUSR1)
@@ -302,7 +329,11 @@ def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> N
 
 @slow
 def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> None:
-    process = job.start('trap "" TERM; echo $$ $PPID >"$MEGARL_ATTEMPT_DIR/processes"; ' + DRIVER + "while :; do sleep 0.1; done")
+    process = job.start(
+        'trap "" TERM; echo $$ $PPID >"$MEGARL_ATTEMPT_DIR/processes"; '
+        + DRIVER
+        + "while :; do sleep 0.1; done"
+    )
     job.await_file("driver_started")
     driver, node = (int(number) for number in (job.attempt() / "processes").read_text().split())
     os.kill(node, signal.SIGTERM)
@@ -314,7 +345,12 @@ def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> N
 @slow
 def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> None:
     assert (
-        job.signalled(signal.SIGTERM, SAVES + DRIVER + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None") == 75
+        job.signalled(
+            signal.SIGTERM,
+            SAVES + DRIVER + "sleep 20",
+            FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None",
+        )
+        == 75
     ), job.log
     assert job.requeues() == [["requeue", "4711"]]
     assert "the time limit came before the driver could stop" in job.log
@@ -342,7 +378,15 @@ def test_without_a_command_ray_waits_and_says_how_to_attach(job: Job) -> None:
 
 @sampled(1)
 @pytest.mark.parametrize(
-    ("left", "warns"), [("9:59", True), ("10:01", False), ("2:00:00", False), ("1-00:00:00", False), ("UNLIMITED", False), ("0:30", True)]
+    ("left", "warns"),
+    [
+        ("9:59", True),
+        ("10:01", False),
+        ("2:00:00", False),
+        ("1-00:00:00", False),
+        ("UNLIMITED", False),
+        ("0:30", True),
+    ],
 )
 def test_a_short_time_limit_is_told(job: Job, left: str, warns: bool) -> None:
     assert job.run(DRIVER + "exit 0", FAKE_LEFT=left) == 0
@@ -355,7 +399,10 @@ def test_a_container_is_optional(job: Job) -> None:
     assert job.run(DRIVER, MEGARL_CONTAINER_IMAGE=str(image)) == 2
     assert f"MEGARL_CONTAINER_IMAGE = {image} does not exist" in job.log and not job.calls("srun")
     image.touch()
-    assert job.run(DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), MEGARL_CONTAINER_MOUNTS="/data:/data") == 0
+    assert (
+        job.run(DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), MEGARL_CONTAINER_MOUNTS="/data:/data")
+        == 0
+    )
     [srun] = job.calls("srun")
     assert f"--container-image={image}" in srun
     [mounts] = [word for word in srun if word.startswith("--container-mounts=")]
@@ -365,16 +412,30 @@ def test_a_container_is_optional(job: Job) -> None:
 def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> None:
     config = job.directory / "run.yaml"
     config.touch()
-    done = job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", "grpo.max_num_steps=3", "cluster.num_nodes=1"])
+    done = job.ran(
+        [
+            "bash",
+            str(ROOT / "launch" / "train.sbatch"),
+            "run.yaml",
+            "grpo.max_num_steps=3",
+            "cluster.num_nodes=1",
+        ]
+    )
     assert done.returncode == 0, done.stderr
     arguments = ["run.yaml", "cluster.num_nodes=2", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
     calls = [words for words in job.calls("python") if words[1] == "megarl.cli"]
-    assert calls == [["-m", "megarl.cli", "doctor", "--nodes", *arguments], ["-m", "megarl.cli", "train", *arguments]]
+    assert calls == [
+        ["-m", "megarl.cli", "doctor", "--nodes", *arguments],
+        ["-m", "megarl.cli", "train", *arguments],
+    ]
 
 
 def submit_training(job: Job, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (job.directory / "run.yaml").touch()
-    return job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", *arguments], {**job.variables, **variables})
+    return job.ran(
+        ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", *arguments],
+        {**job.variables, **variables},
+    )
 
 
 @sampled(1)
@@ -382,17 +443,34 @@ def submit_training(job: Job, *arguments: str, **variables: str) -> subprocess.C
 def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: str) -> None:
     done = submit_training(job, "a key=two words", FAKE_NODES_CHECK=code)
     assert done.returncode == int(code)
-    assert "Ray has n1: 0, n2: 0" in done.stdout + done.stderr and "Ray has n1: 0" in (job.attempt() / "driver.log").read_text()
+    assert (
+        "Ray has n1: 0, n2: 0" in done.stdout + done.stderr
+        and "Ray has n1: 0" in (job.attempt() / "driver.log").read_text()
+    )
     assert "MEGARL_CHECK_NODES=0 leaves the check out" in done.stderr
     # the words of the check are those of the run, spaces and all
-    assert ["-m", "megarl.cli", "doctor", "--nodes", "run.yaml", "cluster.num_nodes=2", "a key=two words"] in job.calls("python")
+    assert [
+        "-m",
+        "megarl.cli",
+        "doctor",
+        "--nodes",
+        "run.yaml",
+        "cluster.num_nodes=2",
+        "a key=two words",
+    ] in job.calls("python")
     assert not any("train" in words for words in job.calls("python")) and not job.requeues()
 
 
 @sampled(1)
-@pytest.mark.parametrize(("script", "arguments"), [("ray.sbatch", ["python", "my.py"]), ("ray.sbatch", []), ("bench.sbatch", ["run"])])
-def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, script: str, arguments: list[str]) -> None:
-    """Nobody said what they need. Without a command a shell would be of no use on nodes that do not reach one another."""
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("ray.sbatch", ["python", "my.py"]), ("ray.sbatch", []), ("bench.sbatch", ["run"])],
+)
+def test_other_jobs_ask_whether_all_that_ray_has_computes_together(
+    job: Job, script: str, arguments: list[str]
+) -> None:
+    """Nobody said what they need. Without a command a shell would be of no use on nodes that do not reach one
+    another."""
     command = ["bash", str(ROOT / "launch" / script), *arguments]
     asked = job.ran(command, {**job.variables, "FAKE_NODES_CHECK": "1"})
     assert asked.returncode == 1 and "MEGARL_CHECK_NODES=0 leaves the check out" in asked.stderr, asked.stderr
@@ -403,12 +481,16 @@ def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, scr
 @slow
 def test_the_check_of_the_nodes_can_be_left_out(job: Job) -> None:
     assert submit_training(job, FAKE_NODES_CHECK="1", MEGARL_CHECK_NODES="0").returncode == 0
-    assert any("train" in words for words in job.calls("python")) and not any("doctor" in words for words in job.calls("python"))
+    assert any("train" in words for words in job.calls("python")) and not any(
+        "doctor" in words for words in job.calls("python")
+    )
 
 
 @sampled(1)
 @pytest.mark.parametrize(("slurm_says", "cpus"), [("72(x2)", "72"), ("128,64(x3)", "64"), ("8", "8")])
-def test_the_one_task_of_a_node_has_all_cpus_and_is_bound_to_none(job: Job, slurm_says: str, cpus: str) -> None:
+def test_the_one_task_of_a_node_has_all_cpus_and_is_bound_to_none(
+    job: Job, slurm_says: str, cpus: str
+) -> None:
     assert job.run(DRIVER + "exit 0", SLURM_JOB_CPUS_PER_NODE=slurm_says) == 0, job.log
     [srun] = job.calls("srun")
     assert {f"--cpus-per-task={cpus}", "--cpu-bind=none", "--propagate=NONE"} <= set(srun)
@@ -435,10 +517,14 @@ def test_without_slurm_s_word_no_number_of_cpus_is_asked_for(job: Job) -> None:
     ids=["no GPU", "share", "most", "least", "given", "driver"],
 )
 def test_threads_of_a_rank(job: Job, variables: dict[str, str], threads: str) -> None:
-    """One on a CPU, where the ranks fill the cores; beside a GPU its share of them. Where Slurm does not count GPUs the driver does."""
+    """One on a CPU, where the ranks fill the cores; beside a GPU its share of them. Where Slurm does not
+    count GPUs the driver does."""
     if "FAKE_GPUS" in variables:
         smi = job.directory / "bin" / "nvidia-smi"
-        smi.write_text('#!/bin/sh\nfor gpu in $(seq $FAKE_GPUS); do echo "GPU $gpu: NVIDIA H100 (UUID: GPU-$gpu)"; done\n')
+        smi.write_text(
+            '#!/bin/sh\nfor gpu in $(seq $FAKE_GPUS); do echo "GPU $gpu: NVIDIA H100 (UUID: GPU-$gpu)"; '
+            "done\n"
+        )
         smi.chmod(0o755)
     assert job.run(DRIVER + 'echo "threads $OMP_NUM_THREADS"', **variables) == 0, job.log
     assert f"threads {threads}\n" in job.log
@@ -463,10 +549,17 @@ def test_a_node_takes_all_the_locked_memory_that_it_may(job: Job) -> None:
         ("/data/hf", "/x:/data/hf:ro", False),
     ],
 )
-def test_models_that_a_container_would_not_see_are_told(job: Job, home: str, mounts: str, warns: bool) -> None:
+def test_models_that_a_container_would_not_see_are_told(
+    job: Job, home: str, mounts: str, warns: bool
+) -> None:
     image = job.directory / "megarl.sqsh"
     image.touch()
-    assert job.run(DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), HF_HOME=home, MEGARL_CONTAINER_MOUNTS=mounts) == 0, job.log
+    assert (
+        job.run(
+            DRIVER + "exit 0", MEGARL_CONTAINER_IMAGE=str(image), HF_HOME=home, MEGARL_CONTAINER_MOUNTS=mounts
+        )
+        == 0
+    ), job.log
     assert (f"HF_HOME = {home} is not on a directory that the container sees" in job.log) is warns
 
 
@@ -504,7 +597,9 @@ def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
 
 
 @sampled(1)
-@pytest.mark.parametrize(("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")])
+@pytest.mark.parametrize(
+    ("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")]
+)
 def test_training_without_a_configuration_is_refused(job: Job, arguments: list[str], says: str) -> None:
     done = job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), *arguments])
     assert done.returncode == 2 and says in done.stderr and "Fix" in done.stderr
@@ -524,7 +619,12 @@ def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
 def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path) -> None:
     (job.directory / "run.yaml").touch()
-    command = ["bash", str(script), "--dry-run", *(["run.yaml"] if script.name == "train.sbatch" else ["a", "b c"])]
+    command = [
+        "bash",
+        str(script),
+        "--dry-run",
+        *(["run.yaml"] if script.name == "train.sbatch" else ["a", "b c"]),
+    ]
     outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
     done = job.ran(command, outside)
     assert done.returncode == 0, done.stderr
@@ -534,7 +634,14 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
 def test_a_dry_run_shows_the_nodes_that_it_is_given(job: Job) -> None:
     (job.directory / "run.yaml").touch()
     outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
-    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "--dry-run", "run.yaml", "cluster.num_nodes=8", "seed=1"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "train.sbatch"),
+        "--dry-run",
+        "run.yaml",
+        "cluster.num_nodes=8",
+        "seed=1",
+    ]
     done = job.ran(command, outside)
     assert done.returncode == 0 and "srun --nodes=8 --ntasks=8" in done.stderr, done.stderr
     assert "cluster.num_nodes=1" not in done.stderr
@@ -544,9 +651,13 @@ def test_a_dry_run_shows_the_nodes_that_it_is_given(job: Job) -> None:
 
 def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job_s_code(job: Job) -> None:
     python = job.directory / "bin" / "python"
-    driver = 'touch "$MEGARL_ATTEMPT_DIR/driver_started"; echo "ran $* on $SLURMD_NODENAME with $RAY_ADDRESS"; exit 1'
+    driver = (
+        'touch "$MEGARL_ATTEMPT_DIR/driver_started"; echo "ran $* on $SLURMD_NODENAME with '
+        '$RAY_ADDRESS"; exit 1'
+    )
     python.write_text(
-        f'#!/bin/bash\n[[ "$*" != *ray_nodes* && "$*" != *doctor* ]] || exit 0  # all nodes are there, and compute together\n{driver}\n'
+        '#!/bin/bash\n[[ "$*" != *ray_nodes* && "$*" != *doctor* ]] || exit 0  # all nodes are there, and '
+        f"compute together\n{driver}\n"
     )
     python.chmod(0o755)
     arguments = ["run", "recipe.step", "--model", "configs/a recipe.yaml", "--device", "cuda"]
@@ -571,7 +682,11 @@ def test_outside_of_slurm_nothing_starts(job: Job, script: Path) -> None:
 def test_the_lines_for_sbatch(script: Path) -> None:
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE))
     assert len(options) == script.read_text().count("#SBATCH ")
-    assert options["signal"] == "B:USR1@300" and options["open-mode"] == "append" and options["ntasks-per-node"] == "1"
+    assert (
+        options["signal"] == "B:USR1@300"
+        and options["open-mode"] == "append"
+        and options["ntasks-per-node"] == "1"
+    )
     assert ("requeue" in options) is (script.name != "bench.sbatch")
     assert "no-kill" not in options
 
@@ -591,11 +706,16 @@ def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
 
 
 def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> None:
-    done = job.ran(["bash", str(ROOT / "launch" / "chain.sh"), "3", "--time=5", "launch/train.sbatch", "a b.yaml"])
+    done = job.ran(
+        ["bash", str(ROOT / "launch" / "chain.sh"), "3", "--time=5", "launch/train.sbatch", "a b.yaml"]
+    )
     assert done.stdout.splitlines() == ["job 1: 1 of 3", "job 2: 2 of 3", "job 3: 3 of 3"], done.stderr
     asked = ["--time=5", "launch/train.sbatch", "a b.yaml"]
     after = [[f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"] for number in (1, 2)]
-    assert job.calls("sbatch") == [["--parsable", *asked], *(["--parsable", *options, *asked] for options in after)]
+    assert job.calls("sbatch") == [
+        ["--parsable", *asked],
+        *(["--parsable", *options, *asked] for options in after),
+    ]
     assert re.findall(r"chain:(\d)", (job.directory / "calls").read_text()) == ["2", "1", "0"]
 
 

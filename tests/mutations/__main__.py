@@ -1,12 +1,13 @@
 """Plant faults and run the tests that have to see them, each until the first failure.
 
-    python -m tests.mutations                  the rows of the table that name tests, and mutants of every module that names some
-    python -m tests.mutations NAME ...         rows and modules by name
+    python -m tests.mutations                  the rows of the table that name tests, and mutants of every
+    module that names some python -m tests.mutations NAME ...         rows and modules by name
     python -m tests.mutations --all NAME ...   against all tests of the files, not the default tier alone
 
-A fault that unit tests have to see is planted in a forked process that has imported them. What is not seen there, because a test starts
-programs of its own, and any other row is put into a copy of the tree. No file of the working tree is written. Those that cases of ``megarl
-parity`` have to show are planted by ``megarl parity --prove``.
+A fault that unit tests have to see is planted in a forked process that has imported them. What is not seen
+there, because a test starts programs of its own, and any other row is put into a copy of the tree. No file of
+the working tree is written. Those that cases of ``megarl parity`` have to show are planted by ``megarl parity
+--prove``.
 """
 
 from __future__ import annotations
@@ -55,14 +56,19 @@ def prepare(tests: Sequence[str]) -> None:
     """Import test files, for forked processes to have them; examples that fail are not made smaller there."""
     importlib.import_module("tests.unit.conftest")
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    hypothesis.settings.register_profile("mutations", deadline=None, database=None, derandomize=True, phases=phases)
+    hypothesis.settings.register_profile(
+        "mutations", deadline=None, database=None, derandomize=True, phases=phases
+    )
     hypothesis.settings.load_profile("mutations")
     for path in tests:
         importlib.import_module(f"tests.{path.removesuffix('.py').replace('/', '.')}")
 
 
-def seen_in_memory(fault: Fault | None, tests: Sequence[str], everything: bool, seconds: float = SECONDS) -> str | None:
-    """Return the first test that fails with a fault, in a forked process, or that they take longer than some seconds; None if none does.
+def seen_in_memory(
+    fault: Fault | None, tests: Sequence[str], everything: bool, seconds: float = SECONDS
+) -> str | None:
+    """Return the first test that fails with a fault, in a forked process, or that they take longer than some
+    seconds; None if none does.
 
     Raises:
         RuntimeError: the tests did not run.
@@ -102,36 +108,55 @@ def _run_and_end(fault: Fault | None, tests: Sequence[str], everything: bool, wr
 
 
 def seen_in_copy(name: str, row: Row, everything: bool) -> str | None:
-    """Return the first test that fails in a copy of the tree with a row in it, and why, as pytest says it; None if none does.
+    """Return the first test that fails in a copy of the tree with a row in it, and why, as pytest says it;
+    None if none does.
 
     Raises:
         RuntimeError: the tests did not run, or the row does not fit the file any more.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-mutation-") as directory:
         tree = Path(directory) / "tree"
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         for path in filter(None, listed.split("\0")):
             if (ROOT / path).is_file():
                 (tree / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / path, tree / path)
         text = (tree / row.file).read_text()
         if text.count(row.old) != 1:
-            raise RuntimeError(f"{name}: {row.old!r} stands {text.count(row.old)} times in {row.file}, once is wanted")
+            raise RuntimeError(
+                f"{name}: {row.old!r} stands {text.count(row.old)} times in {row.file}, once is wanted"
+            )
         (tree / row.file).write_text(text.replace(row.old, row.new))
         variables = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "300"}
         chosen = [f"tests/{path}" for path in row.tests]
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *(["--all"] if everything else []), *chosen]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *(["--all"] if everything else []),
+            *chosen,
+        ]
         done = subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, check=False)
-    failed = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))
+    ]
     if done.returncode == 1 and failed:
         return failed[0]
     if done.returncode == 0:
         return None
-    raise RuntimeError(f"{name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    raise RuntimeError(
+        f"{name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    )
 
 
 def seen(name: str, row: Row, everything: bool) -> str | None:
-    """Return the first test that fails with a row, in memory where that is possible, or else in a copy of the tree; None if none does."""
+    """Return the first test that fails with a row, in memory where that is possible, or else in a copy of the
+    tree; None if none does."""
     if row.file.endswith(".py") and all(path.startswith("unit/") for path in row.tests):
         fault = fault_of(row)
         try:
@@ -167,16 +192,25 @@ def verdicts(names: Sequence[str], seed: int, everything: bool) -> Iterator[tupl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print each fault with the test that saw it; the exit code is 1 when one survives."""
-    known = [name for name, row in TABLE.items() if row.tests] + [name for name, each in MODULES.items() if each.tests]
+    known = [name for name, row in TABLE.items() if row.tests] + [
+        name for name, each in MODULES.items() if each.tests
+    ]
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.mutations",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="against everything, not the default tier alone")
     parser.add_argument("--seed", type=int, default=0, help="of the mutants that are drawn (default 0)")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="rows of the table and modules (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="rows of the table and modules (default: all)"
+    )
     chosen = parser.parse_args(arguments)
     if strange := set(chosen.names) - set(known):
-        parser.error(f"{', '.join(sorted(strange))}: no row with tests, and no module; the names are {', '.join(known)}")
+        parser.error(
+            f"{', '.join(sorted(strange))}: no row with tests, and no module; the names are "
+            f"{', '.join(known)}"
+        )
     os.environ.setdefault(SEED_VARIABLE, "0")
     survived: list[str] = []
     planted_count, started = 0, time.monotonic()
@@ -185,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         survived += [] if found else [name]
         print(f"{time.monotonic() - started:5.0f} s  {name}: {found or 'SURVIVES'}", flush=True)
         started = time.monotonic()
-    print(f"{planted_count - len(survived)} of {planted_count} seen{''.join(f'{chr(10)}survives: {name}' for name in survived)}")
+    print(
+        f"{planted_count - len(survived)} of {planted_count} "
+        f"seen{''.join(f'{chr(10)}survives: {name}' for name in survived)}"
+    )
     return int(bool(survived))
 
 

@@ -1,10 +1,13 @@
-"""Mutants of a module: each differs from it in one expression or statement within a function, as a mistake of a programmer would.
+"""Mutants of a module: each differs from it in one expression or statement within a function, as a mistake of
+a programmer would.
 
-An operation finds places in the syntax tree and gives the text that stands there instead, so that a mutant is a text and the one in its
-place, as any fault (``megarl.parity.faults.Fault``): it is planted in memory, or put into a copied tree.
+An operation finds places in the syntax tree and gives the text that stands there instead, so that a mutant is
+a text and the one in its place, as any fault (``megarl.parity.faults.Fault``): it is planted in memory, or
+put into a copied tree.
 
-Left out by construction: error messages, conditions of a raise and calls that refuse or log, which tests of numbers do not see; annotations
-and docstrings; arguments swapped where their order does not matter; and dimensions, because another one is an error of torch at once.
+Left out by construction: error messages, conditions of a raise and calls that refuse or log, which tests of
+numbers do not see; annotations and docstrings; arguments swapped where their order does not matter; and
+dimensions, because another one is an error of torch at once.
 """
 
 from __future__ import annotations
@@ -16,15 +19,58 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FLIPPED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.BitAnd: "|", ast.BitOr: "&"}
-WIDENED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is"}
-REDUCED = {"sum": "mean", "mean": "sum", "amax": "amin", "amin": "amax", "max": "min", "min": "max", "maximum": "minimum", "any": "all"}
+FLIPPED = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "/",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "//",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+}
+WIDENED = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+REDUCED = {
+    "sum": "mean",
+    "mean": "sum",
+    "amax": "amin",
+    "amin": "amax",
+    "max": "min",
+    "min": "max",
+    "maximum": "minimum",
+    "any": "all",
+}
 REDUCED |= {"minimum": "maximum", "all": "any"}
-DROPPED = frozenset({"clamp", "detach", "abs", "exp", "log", "sqrt", "square", "flip", "roll", "cumsum", "nan_to_num", "masked_fill"})
+DROPPED = frozenset(
+    {
+        "clamp",
+        "detach",
+        "abs",
+        "exp",
+        "log",
+        "sqrt",
+        "square",
+        "flip",
+        "roll",
+        "cumsum",
+        "nan_to_num",
+        "masked_fill",
+    }
+)
 """Methods whose result may be taken for what they are called on."""
 LEFT_OUT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 REFUSING = ("check", "require", "logger.", "warnings.", "super().")
-"""How the names begin of functions that refuse what they are given, or say something; and of those without which a class is none."""
+"""How the names begin of functions that refuse what they are given, or say something; and of those without
+which a class is none."""
 SYMMETRIC = frozenset({"maximum", "minimum", "logaddexp", "equal", "max", "min", "lcm"})
 KEPT = frozenset({"dim", "dims", "axis", "dtype", "strict"})
 """Keyword arguments that are left as they are."""
@@ -37,7 +83,8 @@ class Mutant:
     Attributes:
         place: qualified name of the function.
         old, new: the changed lines, before and after.
-        text: of ``old`` in the module, with as many lines around it as make it unique; and what stands in its place.
+        text: of ``old`` in the module, with as many lines around it as make it unique; and what stands in its
+            place.
     """
 
     place: str
@@ -92,7 +139,9 @@ class Lines:
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         """Begin and end of a node in the text."""
         assert node.end_lineno is not None and node.end_col_offset is not None
-        return self._position(node.lineno, node.col_offset), self._position(node.end_lineno, node.end_col_offset)
+        return self._position(node.lineno, node.col_offset), self._position(
+            node.end_lineno, node.end_col_offset
+        )
 
     def of(self, node: ast.expr | ast.stmt) -> str:
         """The text of a node."""
@@ -127,14 +176,18 @@ def _functions(node: ast.AST, path: str) -> Iterator[tuple[str, ast.FunctionDef]
 
 def _changes(node: ast.AST, lines: Lines) -> Iterator[tuple[int, int, str]]:
     """Begin, end and new text of each change within a statement or an expression."""
-    if isinstance(node, LEFT_OUT) or (isinstance(node, ast.If) and any(isinstance(each, ast.Raise) for each in node.body)):
+    if isinstance(node, LEFT_OUT) or (
+        isinstance(node, ast.If) and any(isinstance(each, ast.Raise) for each in node.body)
+    ):
         return
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     if is_text or (isinstance(node, ast.Call) and _refuses(node)):
         return
     yield from _of_node(node, lines)
     for name, value in ast.iter_fields(node):
-        if name in {"annotation", "returns", "args", "decorator_list"} and isinstance(node, ast.FunctionDef | ast.AnnAssign | ast.Lambda):
+        if name in {"annotation", "returns", "args", "decorator_list"} and isinstance(
+            node, ast.FunctionDef | ast.AnnAssign | ast.Lambda
+        ):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not (isinstance(child, ast.keyword) and child.arg in KEPT):
@@ -148,7 +201,9 @@ def _refuses(call: ast.Call) -> bool:
 def _of_node(node: ast.AST, lines: Lines) -> Iterator[tuple[int, int, str]]:
     """The changes of one node itself."""
     match node:
-        case ast.BinOp() if not any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)):
+        case ast.BinOp() if not any(
+            isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)
+        ):
             yield from _of_operator(node, lines)
         case ast.Compare(ops=[operator]) if type(operator) in WIDENED:
             yield _between(node.left, node.comparators[0], WIDENED[type(operator)], lines)
@@ -156,7 +211,9 @@ def _of_node(node: ast.AST, lines: Lines) -> Iterator[tuple[int, int, str]]:
             word = "or" if isinstance(node.op, ast.And) else "and"
             yield _between(node.values[0], node.values[1], word, lines)
             yield (*lines.span(node), lines.of(node.values[0]))
-        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert()) if not isinstance(node.operand, ast.Constant):
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert()) if not isinstance(
+            node.operand, ast.Constant
+        ):
             yield (*lines.span(node), f"({lines.of(node.operand)})")
         case ast.Constant(value=bool()):
             yield (*lines.span(node), str(not node.value))
@@ -200,7 +257,8 @@ def _closed(text: str) -> str:
 
 
 def _of_slice(node: ast.Slice, lines: Lines) -> Iterator[tuple[int, int, str]]:
-    """The begin of a slice one further on; one from the beginning that ends before the end, or has a step, begins one later."""
+    """The begin of a slice one further on; one from the beginning that ends before the end, or has a step,
+    begins one later."""
     if node.lower is None and (node.upper is not None or node.step is not None):
         begin, _ = lines.span(node)
         yield begin, begin, "1"
@@ -213,7 +271,11 @@ def _of_call(node: ast.Call, lines: Lines) -> Iterator[tuple[int, int, str]]:
     values = [each for each in node.args if not isinstance(each, ast.Starred)]
     first = 1 if ast.unparse(node.func) == "torch.where" else 0
     pair = values[first : first + 2] if len(values) == len(node.args) else []
-    if len(pair) == 2 and not isinstance(pair[1], ast.Constant) and ast.unparse(node.func).rpartition(".")[2] not in SYMMETRIC:
+    if (
+        len(pair) == 2
+        and not isinstance(pair[1], ast.Constant)
+        and ast.unparse(node.func).rpartition(".")[2] not in SYMMETRIC
+    ):
         one, other = pair
         between = lines.source[lines.span(one)[1] : lines.span(other)[0]]
         yield lines.span(one)[0], lines.span(other)[1], lines.of(other) + between + lines.of(one)

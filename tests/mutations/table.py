@@ -1,7 +1,9 @@
-"""Faults that are written by hand: one text of a file changed, and the tests or the cases of ``megarl parity`` that have to see it.
+"""Faults that are written by hand: one text of a file changed, and the tests or the cases of ``megarl
+parity`` that have to see it.
 
-The first are one line of the library said otherwise, over all packages and scripts. The others are mistakes of training code that no
-operation of the mutator makes: a wrong group, an all-reduce that is missing, weights or a gradient that are those of something else.
+The first are one line of the library said otherwise, over all packages and scripts. The others are mistakes
+of training code that no operation of the mutator makes: a wrong group, an all-reduce that is missing, weights
+or a gradient that are those of something else.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class Row:
 
 TABLE: Mapping[str, Row] = {
     "config: ranks that do not divide": Row(
-        "megarl/config/rules/parallel.py", "if world % copy == 0:", "if True:", ("unit/test_config_rules.py", "unit/test_config_layout.py")
+        "megarl/config/rules/parallel.py",
+        "if world % copy == 0:",
+        "if True:",
+        ("unit/test_config_rules.py", "unit/test_config_layout.py"),
     ),
     "data: an epoch begins with its second record": Row(
         "megarl/data/sampler.py",
@@ -40,13 +45,19 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_sampler.py",),
     ),
     "data: a file that changes is taken as it was begun": Row(
-        "megarl/data/datasets.py", " and content_digest(self._source) != self._digest:", " and False:", ("unit/test_odd_files.py",)
+        "megarl/data/datasets.py",
+        " and content_digest(self._source) != self._digest:",
+        " and False:",
+        ("unit/test_odd_files.py",),
     ),
     "data: a text is too long by its first token": Row(
         "megarl/data/tokenization.py", "> 2 * limit + _FEW_TOKENS:", "> 0:", ("unit/test_odd_files.py",)
     ),
     "restarts: one more than allowed": Row(
-        "megarl/run/restarts.py", "self.workers >= self.most", "self.workers > self.most", ("unit/test_restarts.py",)
+        "megarl/run/restarts.py",
+        "self.workers >= self.most",
+        "self.workers > self.most",
+        ("unit/test_restarts.py",),
     ),
     "restarts: what the lost workers logged stays": Row(
         "megarl/run/run.py",
@@ -76,13 +87,22 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_redaction.py", "unit/test_rewards.py"),
     ),
     "ray: a local one asks for no token": Row(
-        "megarl/distributed/ray_runtime.py", 'env.set_variables({"RAY_AUTH_MODE": "token"})', "pass", ("unit/test_ray_runtime.py",)
+        "megarl/distributed/ray_runtime.py",
+        'env.set_variables({"RAY_AUTH_MODE": "token"})',
+        "pass",
+        ("unit/test_ray_runtime.py",),
     ),
     "restarts: an engine that is gone counts as alive": Row(
-        "megarl/algorithms/refit.py", "if self.generation.is_alive():", "if True:", ("unit/test_engine_restarts.py",)
+        "megarl/algorithms/refit.py",
+        "if self.generation.is_alive():",
+        "if True:",
+        ("unit/test_engine_restarts.py",),
     ),
     "run: its directory may go": Row(
-        "megarl/checkpoint/lock.py", "if not self.held or _file_at", "if True or _file_at", ("unit/test_places.py",)
+        "megarl/checkpoint/lock.py",
+        "if not self.held or _file_at",
+        "if True or _file_at",
+        ("unit/test_places.py",),
     ),
     "data: a source that is not behind may come next": Row(
         "megarl/data/sampler.py", "if lag >= self._total]", "if True]", ("unit/test_sampler.py",)
@@ -100,13 +120,22 @@ TABLE: Mapping[str, Row] = {
         "megarl/data/datasets.py", "_tokenizer_identity(reading.tokenizer), ", "", ("unit/test_sources.py",)
     ),
     "data: the word of another judge is taken": Row(
-        "megarl/data/datasets.py", "f\"judged-{_digest([reading.judge, source.get('env_name')])}\"", '"judged"', ("unit/test_sources.py",)
+        "megarl/data/datasets.py",
+        "f\"judged-{_digest([reading.judge, source.get('env_name')])}\"",
+        '"judged"',
+        ("unit/test_sources.py",),
     ),
     "data: what is before a turn of the assistant is learned": Row(
-        "megarl/data/conversations.py", "spans.append((first, end))", "spans.append((first - 1, end))", ("unit/test_sources.py",)
+        "megarl/data/conversations.py",
+        "spans.append((first, end))",
+        "spans.append((first - 1, end))",
+        ("unit/test_sources.py",),
     ),
     "data: of a conversation the last turn alone is learned": Row(
-        "megarl/distributed/token_batches.py", "in example.targets or", "in (example.targets or ())[-1:] or", ("unit/test_sources.py",)
+        "megarl/distributed/token_batches.py",
+        "in example.targets or",
+        "in (example.targets or ())[-1:] or",
+        ("unit/test_sources.py",),
     ),
     "data: the chat template does not get its values": Row(
         "megarl/data/chat_template.py",
@@ -115,10 +144,16 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_sources.py",),
     ),
     "data: a key finds the first member of a list": Row(
-        "megarl/data/rows.py", "value = value[step]", "value = value[step if isinstance(step, str) else 0]", ("unit/test_sources.py",)
+        "megarl/data/rows.py",
+        "value = value[step]",
+        "value = value[step if isinstance(step, str) else 0]",
+        ("unit/test_sources.py",),
     ),
     "data: packing spreads over too few bins": Row(
-        "megarl/data/packing/algorithms.py", "if wanted > len(bins):", "if wanted > len(bins) + 1:", ("unit/test_packing.py",)
+        "megarl/data/packing/algorithms.py",
+        "if wanted > len(bins):",
+        "if wanted > len(bins) + 1:",
+        ("unit/test_packing.py",),
     ),
     "distributed: shards overlap by a row": Row(
         "megarl/distributed/batched_data_dict.py",
@@ -133,7 +168,10 @@ TABLE: Mapping[str, Row] = {
         ("system/test_rendezvous.py", "system/test_worker_groups.py"),
     ),
     "algorithms: the baseline counts its own row": Row(
-        "megarl/algorithms/advantages.py", "others = count - own_count", "others = count", ("unit/test_advantages.py",)
+        "megarl/algorithms/advantages.py",
+        "others = count - own_count",
+        "others = count",
+        ("unit/test_advantages.py",),
     ),
     "algorithms: clipping takes the smaller loss": Row(
         "megarl/algorithms/loss_functions.py",
@@ -163,10 +201,16 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_mathematics.py",),
     ),
     "engine: a step whatever the loss": Row(
-        "megarl/models/engine/step.py", "loss_is_finite and math.isfinite(norm)", "True", ("dist/test_nonfinite.py",)
+        "megarl/models/engine/step.py",
+        "loss_is_finite and math.isfinite(norm)",
+        "True",
+        ("dist/test_nonfinite.py",),
     ),
     "engine: weights are not looked at before a save": Row(
-        "megarl/models/engine/nonfinite.py", "if on_all_ranks(all(finite), device):", "if True:", ("dist/test_nonfinite.py",)
+        "megarl/models/engine/nonfinite.py",
+        "if on_all_ranks(all(finite), device):",
+        "if True:",
+        ("dist/test_nonfinite.py",),
     ),
     "checkpoint: an index may name anything": Row(
         "converters/files/restricted.py",
@@ -187,10 +231,16 @@ TABLE: Mapping[str, Row] = {
         "megarl/algorithms/interfaces.py", "    if takes_logits:", "    if False:", ("unit/test_losses.py",)
     ),
     "config: what is proposed is not tried": Row(
-        "megarl/config/proposals.py", "        if not faults:", "        if not faults or changes:", ("unit/test_config_proposals.py",)
+        "megarl/config/proposals.py",
+        "        if not faults:",
+        "        if not faults or changes:",
+        ("unit/test_config_proposals.py",),
     ),
     "cli: a closed pipe is an error": Row(
-        "converters/command.py", "        if not _is_unread(sys.stdout):", "        if True:", ("unit/test_listings.py",)
+        "converters/command.py",
+        "        if not _is_unread(sys.stdout):",
+        "        if True:",
+        ("unit/test_listings.py",),
     ),
     "config: an engine of any size passes": Row(
         "megarl/models/generation/vllm/configuration.py",
@@ -220,10 +270,16 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_memory_plan.py",),
     ),
     "run: a profile ends with the run": Row(
-        "megarl/run/profiling.py", "        if step + 1 not in self._steps:", "        if False:", ("unit/test_drivers.py",)
+        "megarl/run/profiling.py",
+        "        if step + 1 not in self._steps:",
+        "        if False:",
+        ("unit/test_drivers.py",),
     ),
     "run: checkpoints are ranked by a metric of no step": Row(
-        "megarl/run/loop.py", "            checkpoints.require_metric(metrics)", "            pass", ("unit/test_drivers.py",)
+        "megarl/run/loop.py",
+        "            checkpoints.require_metric(metrics)",
+        "            pass",
+        ("unit/test_drivers.py",),
     ),
     "policy: calls of one that is gone": Row(
         "megarl/distributed/worker_groups.py",
@@ -232,10 +288,16 @@ TABLE: Mapping[str, Row] = {
         ("system/test_policy.py",),
     ),
     "deadlines: the fastest of the last ten counts": Row(
-        "megarl/distributed/deadlines.py", "self._multiple * max(known)", "self._multiple * min(known)", ("unit/test_deadlines.py",)
+        "megarl/distributed/deadlines.py",
+        "self._multiple * max(known)",
+        "self._multiple * min(known)",
+        ("unit/test_deadlines.py",),
     ),
     "deadlines: what new workers compile is forgotten": Row(
-        "megarl/distributed/deadlines.py", "known.append(durations.first[call.method])", "pass", ("unit/test_deadlines.py",)
+        "megarl/distributed/deadlines.py",
+        "known.append(durations.first[call.method])",
+        "pass",
+        ("unit/test_deadlines.py",),
     ),
     "deadlines: nobody sees that a process is stopped": Row(
         "megarl/distributed/worker_watch.py",
@@ -277,13 +339,22 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_signed_checkpoints.py",),
     ),
     "checkpoints: a key may be read by others": Row(
-        "converters/files/signature.py", "status.st_mode & 0o177", "status.st_mode & 0o002", ("unit/test_signed_checkpoints.py",)
+        "converters/files/signature.py",
+        "status.st_mode & 0o177",
+        "status.st_mode & 0o002",
+        ("unit/test_signed_checkpoints.py",),
     ),
     "conversion: a signed source may have other bytes": Row(
-        "converters/files/signature.py", 'entry != {"size"', 'False and entry != {"size"', ("unit/test_signed_checkpoints.py",)
+        "converters/files/signature.py",
+        'entry != {"size"',
+        'False and entry != {"size"',
+        ("unit/test_signed_checkpoints.py",),
     ),
     "checkpoints: a moment without storage is damage": Row(
-        "megarl/checkpoint/storage.py", "for pause in (*PAUSES_S, None):", "for pause in (None,):", ("unit/test_storage.py",)
+        "megarl/checkpoint/storage.py",
+        "for pause in (*PAUSES_S, None):",
+        "for pause in (None,):",
+        ("unit/test_storage.py",),
     ),
     "checkpoints: the first rank fails alone": Row(
         "megarl/models/megatron/sharded_save.py",
@@ -292,7 +363,10 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_checkpoint_collective.py",),
     ),
     "checkpoints: two are written at a time": Row(
-        "megarl/run/resume.py", "        self.settle(wait=True)\n        info =", "        info =", ("unit/test_async_saves.py",)
+        "megarl/run/resume.py",
+        "        self.settle(wait=True)\n        info =",
+        "        info =",
+        ("unit/test_async_saves.py",),
     ),
     "checkpoints: ranks of another node find no directory": Row(
         "megarl/checkpoint/collective.py",
@@ -319,7 +393,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_staging.py",),
     ),
     "stopping: what ends a run inside Ray ends it with 1": Row(
-        "megarl/run/stopping.py", "raise SystemExit(self._ended_with) from None", "raise", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py",
+        "raise SystemExit(self._ended_with) from None",
+        "raise",
+        ("unit/test_stopping.py",),
     ),
     "rewards: a parameter of any name is given something": Row(
         "megarl/config/reward_arguments.py",
@@ -334,16 +411,28 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_drivers.py", "unit/test_stopping.py"),
     ),
     "signals: Ray's processes stay in the driver's group": Row(
-        "megarl/distributed/ray_processes.py", '"start_new_session": True', '"start_new_session": False', ("unit/test_ray_processes.py",)
+        "megarl/distributed/ray_processes.py",
+        '"start_new_session": True',
+        '"start_new_session": False',
+        ("unit/test_ray_processes.py",),
     ),
     "signals: what Ray leaves is not killed": Row(
-        "megarl/distributed/ray_keeper.py", "os.kill(process, signal.SIGKILL)", "pass", ("unit/test_ray_processes.py",)
+        "megarl/distributed/ray_keeper.py",
+        "os.kill(process, signal.SIGKILL)",
+        "pass",
+        ("unit/test_ray_processes.py",),
     ),
     "signals: Ctrl-C ends like SIGTERM": Row(
-        "megarl/run/stopping.py", "INTERRUPTED if self._signal is signal.SIGINT else STOPPED", "STOPPED", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py",
+        "INTERRUPTED if self._signal is signal.SIGINT else STOPPED",
+        "STOPPED",
+        ("unit/test_stopping.py",),
     ),
     "signals: a closed terminal is written to": Row(
-        "megarl/run/stopping.py", "            os.dup2(nowhere, descriptor)\n", "            pass\n", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py",
+        "            os.dup2(nowhere, descriptor)\n",
+        "            pass\n",
+        ("unit/test_stopping.py",),
     ),
     "signals: time for a step, and none for its checkpoint": Row(
         "megarl/run/time_left.py",
@@ -351,7 +440,9 @@ TABLE: Mapping[str, Row] = {
         "_SAFETY * step",
         ("unit/test_time_left.py",),
     ),
-    "signals: a lost Ray is waited for": Row("megarl/distributed/ray_watch.py", "if fault == 0:", "if True:", ("unit/test_ray_watch.py",)),
+    "signals: a lost Ray is waited for": Row(
+        "megarl/distributed/ray_watch.py", "if fault == 0:", "if True:", ("unit/test_ray_watch.py",)
+    ),
     "signals: a lost raylet is not seen": Row(
         "megarl/distributed/ray_watch.py",
         "if all(descriptor != self._closed",
@@ -362,17 +453,31 @@ TABLE: Mapping[str, Row] = {
         "megarl/distributed/ray_watch.py", "            connected.recv(1)\n", "", ("unit/test_ray_watch.py",)
     ),
     "signals: a call of Ray has no bound": Row(
-        "megarl/distributed/ray_calls.py", "if time.monotonic() > late:", "if False:", ("unit/test_ray_calls.py",)
+        "megarl/distributed/ray_calls.py",
+        "if time.monotonic() > late:",
+        "if False:",
+        ("unit/test_ray_calls.py",),
     ),
     "secrets: a message shows the value of a key": Row(
-        "megarl/redaction.py", "        return repr(_hidden(value))\n", "        return repr(value)\n", ("unit/test_redaction.py",)
+        "megarl/redaction.py",
+        "        return repr(_hidden(value))\n",
+        "        return repr(value)\n",
+        ("unit/test_redaction.py",),
     ),
-    "secrets: addresses keep their passwords": Row("megarl/redaction.py", 'rf"\\g<1>{HIDDEN}@"', 'r"\\g<0>"', ("unit/test_redaction.py",)),
+    "secrets: addresses keep their passwords": Row(
+        "megarl/redaction.py", 'rf"\\g<1>{HIDDEN}@"', 'r"\\g<0>"', ("unit/test_redaction.py",)
+    ),
     "secrets: any configuration reads the environment": Row(
-        "megarl/config/load.py", "if name == _ENVIRONMENT and not allow_env:", "if False:", ("unit/test_redaction.py",)
+        "megarl/config/load.py",
+        "if name == _ENVIRONMENT and not allow_env:",
+        "if False:",
+        ("unit/test_redaction.py",),
     ),
     "secrets: what the environment said is written": Row(
-        "megarl/redaction.py", "return redacted_text(value.written)", "return str(value)", ("unit/test_redaction.py",)
+        "megarl/redaction.py",
+        "return redacted_text(value.written)",
+        "return str(value)",
+        ("unit/test_redaction.py",),
     ),
     "secrets: everybody may join a refit": Row(
         "megarl/weight_sync/rendezvous.py",
@@ -471,7 +576,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_sampling_ahead.py",),
     ),
     "asynchrony: a step late": Row(
-        "megarl/algorithms/ahead.py", "ahead = step + self._lag", "ahead = step + self._lag + (step > 1)", ("unit/test_sampling_ahead.py",)
+        "megarl/algorithms/ahead.py",
+        "ahead = step + self._lag",
+        "ahead = step + self._lag + (step > 1)",
+        ("unit/test_sampling_ahead.py",),
     ),
     "asynchrony: batches of a checkpoint are sampled again": Row(
         "megarl/algorithms/ahead.py",
@@ -480,7 +588,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_sampling_ahead.py",),
     ),
     "asynchrony: a group gets too old": Row(
-        "megarl/algorithms/ready_first.py", "if len(found) < missing:", "if False:", ("unit/test_ready_first.py",)
+        "megarl/algorithms/ready_first.py",
+        "if len(found) < missing:",
+        "if False:",
+        ("unit/test_ready_first.py",),
     ),
     "asynchrony: groups that are under way are lost in a checkpoint": Row(
         "megarl/algorithms/ready_first.py",
@@ -516,7 +627,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_several_rewards.py",),
     ),
     "engine: the first token counts as valid": Row(
-        "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_training.py",)
+        "megarl/models/engine/normalizers.py",
+        'data["token_mask"][:, 1:]',
+        'data["token_mask"]',
+        ("dist/test_training.py",),
     ),
     "engine: context-parallel parts are not balanced back": Row(
         "megarl/models/engine/context.py",
@@ -612,10 +726,16 @@ TABLE: Mapping[str, Row] = {
         "launch/environment.sh", "for path in sys.argv[3:]:", "for path in []:", ("launch/test_scripts.py",)
     ),
     "doctor: what is installed loads": Row(
-        "megarl/doctor/builds.py", 'error = load_error("transformer_engine.pytorch")', 'error = ""', ("unit/test_doctor_builds.py",)
+        "megarl/doctor/builds.py",
+        'error = load_error("transformer_engine.pytorch")',
+        'error = ""',
+        ("unit/test_doctor_builds.py",),
     ),
     "doctor: two packages may own a library": Row(
-        "megarl/doctor/builds.py", "if len(set(names)) > 1", "if len(set(names)) > 9", ("unit/test_doctor_builds.py",)
+        "megarl/doctor/builds.py",
+        "if len(set(names)) > 1",
+        "if len(set(names)) > 9",
+        ("unit/test_doctor_builds.py",),
     ),
     "doctor: any entry point will do": Row(
         "megarl/doctor/builds.py", "    if wanted in found:", "    if found:", ("unit/test_doctor_builds.py",)
@@ -630,16 +750,28 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_doctor_nodes.py",),
     ),
     "doctor: nodes may have different versions": Row(
-        "megarl/doctor/nodes.py", "        if len(hosts) > 1:", "        if len(hosts) > len(facts):", ("unit/test_doctor_nodes.py",)
+        "megarl/doctor/nodes.py",
+        "        if len(hosts) > 1:",
+        "        if len(hosts) > len(facts):",
+        ("unit/test_doctor_nodes.py",),
     ),
     "doctor: any sum is right": Row(
-        "megarl/doctor/nodes.py", "    if wrong:", "    if False:", ("unit/test_doctor_nodes.py", "system/test_doctor_nodes.py")
+        "megarl/doctor/nodes.py",
+        "    if wrong:",
+        "    if False:",
+        ("unit/test_doctor_nodes.py", "system/test_doctor_nodes.py"),
     ),
     "devices: a GPU is used beside which the CPU was chosen": Row(
-        "megarl/distributed/device.py", 'if wanted == "cpu" or not available:', "if not available:", ("unit/test_device.py",)
+        "megarl/distributed/device.py",
+        'if wanted == "cpu" or not available:',
+        "if not available:",
+        ("unit/test_device.py",),
     ),
     "devices: the CPU takes over in a job of Slurm": Row(
-        "megarl/run/start.py", "    if job is None and not present:", "    if not present:", ("unit/test_device.py",)
+        "megarl/run/start.py",
+        "    if job is None and not present:",
+        "    if not present:",
+        ("unit/test_device.py",),
     ),
     "devices: products may be added up in 16 bits": Row(
         "megarl/distributed/device.py",
@@ -648,10 +780,16 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_arithmetic.py",),
     ),
     "devices: a variable may contradict deterministic": Row(
-        "megarl/distributed/device.py", "            if found not in values:", "            if False:", ("unit/test_arithmetic.py",)
+        "megarl/distributed/device.py",
+        "            if found not in values:",
+        "            if False:",
+        ("unit/test_arithmetic.py",),
     ),
     "run: engines start beside a policy that trains": Row(
-        "megarl/models/generation/engines.py", "    policy.offload_after_refit()\n", "    pass\n", ("unit/test_start_engines.py",)
+        "megarl/models/generation/engines.py",
+        "    policy.offload_after_refit()\n",
+        "    pass\n",
+        ("unit/test_start_engines.py",),
     ),
     "refit: a group is acknowledged before it was copied": Row(
         "megarl/weight_sync/session.py",
@@ -708,7 +846,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_transformer_engine.py",),
     ),
     "megatron: Transformer Engine is optional where it is demanded": Row(
-        "megarl/models/megatron/transformer_engine.py", "    if wanted is True:", "    if False:", ("unit/test_transformer_engine.py",)
+        "megarl/models/megatron/transformer_engine.py",
+        "    if wanted is True:",
+        "    if False:",
+        ("unit/test_transformer_engine.py",),
     ),
     "megatron: dense models in bfloat16 take Transformer Engine unasked": Row(
         "megarl/models/megatron/transformer_engine.py",
@@ -729,13 +870,22 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_output_layer.py",),
     ),
     "megatron: gradients are rotated onwards": Row(
-        "megarl/models/megatron/rotary.py", "torch.sub if back else torch.add", "torch.add", ("unit/test_rotary.py",)
+        "megarl/models/megatron/rotary.py",
+        "torch.sub if back else torch.add",
+        "torch.add",
+        ("unit/test_rotary.py",),
     ),
     "megatron: every piece of a state is the first": Row(
-        "megarl/models/megatron/state_stream.py", "[first - begin : last - begin])", "[: last - first])", ("dist/test_save_shares.py",)
+        "megarl/models/megatron/state_stream.py",
+        "[first - begin : last - begin])",
+        "[: last - first])",
+        ("dist/test_save_shares.py",),
     ),
     "checkpoints: the first data-parallel rank writes the weights": Row(
-        "megarl/models/megatron/sharded_save.py", "for group in _groups_of_holders():", "for group in ():", ("dist/test_save_shares.py",)
+        "megarl/models/megatron/sharded_save.py",
+        "for group in _groups_of_holders():",
+        "for group in ():",
+        ("dist/test_save_shares.py",),
     ),
     "checkpoints: ranks of other groups write what the main replica's write": Row(
         "megarl/models/megatron/state_stream.py",
@@ -768,10 +918,16 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_varlen_attention.py",),
     ),
     "launch: a job runs on nodes that failed their check": Row(
-        "launch/ray_node.sh", "    check_cluster\n    run_driver", "    run_driver", ("launch/test_slurm_scripts.py",)
+        "launch/ray_node.sh",
+        "    check_cluster\n    run_driver",
+        "    run_driver",
+        ("launch/test_slurm_scripts.py",),
     ),
     "launch: a job of Ray is not checked": Row(
-        "launch/slurm_job.sh", '[[ "${MEGARL_CHECK_NODES:-1}" == 0 ]] ||', "true ||", ("launch/test_slurm_scripts.py",)
+        "launch/slurm_job.sh",
+        '[[ "${MEGARL_CHECK_NODES:-1}" == 0 ]] ||',
+        "true ||",
+        ("launch/test_slurm_scripts.py",),
     ),
     "launch: Transformer Engine is compiled for another torch": Row(
         "launch/gpu_environment.sh", "--no-build-isolation \\\n", "\\\n", ("launch/test_gpu_environment.py",)
@@ -783,7 +939,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_observe_sinks.py", "system/test_resume.py"),
     ),
     "run: a resumed run begins its records anew": Row(
-        "megarl/run/run.py", "sampler.load_state(start.sampler_state)", "pass", ("unit/test_drivers.py", "system/test_resume.py")
+        "megarl/run/run.py",
+        "sampler.load_state(start.sampler_state)",
+        "pass",
+        ("unit/test_drivers.py", "system/test_resume.py"),
     ),
     "cli: every error ends with 1": Row(
         "megarl/cli.py",
@@ -923,7 +1082,10 @@ TABLE: Mapping[str, Row] = {
     ),
     "ring-forgets": Row(
         "megarl/models/engine/ring_attention.py",
-        "output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., None])",
+        (
+            "output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., "
+            "None])"
+        ),
         "output.copy_(part)",
         cases=("cp=2 comm=p2p mbs=2 length=9",),
     ),
@@ -988,7 +1150,10 @@ TABLE: Mapping[str, Row] = {
     "reference-with-gradient": Row(
         "megarl/algorithms/loss_functions.py",
         'next_token_logprobs - data["reference_policy_logprobs"][:, :-1]',
-        'next_token_logprobs.detach() - data["reference_policy_logprobs"][:, :-1] + 0.0 * next_token_logprobs',
+        (
+            'next_token_logprobs.detach() - data["reference_policy_logprobs"][:, :-1] + 0.0 * '
+            "next_token_logprobs"
+        ),
         cases=(
             "loss=dpo mbs=2 length=9",
             "loss=dpo+ipo mbs=2 length=9",
@@ -1109,7 +1274,8 @@ TABLE: Mapping[str, Row] = {
         "megarl/models/megatron/schedule.py",
         "    finalize_model_grads(model, None, **options)",
         "    finalize_model_grads(model, None, **options)\n"
-        "    for buffer in (each for chunk in model for each in chunk.expert_parallel_buffers):\n        buffer.grad_data.mul_(2)",
+        "    for buffer in (each for chunk in model for each in chunk.expert_parallel_buffers):\n        "
+        "buffer.grad_data.mul_(2)",
         cases=("family=mixtral experts=4 topk=2 kv=2 group=2 ffn=20 mbs=2 length=8",),
     ),
     "decay-on-vectors": Row(

@@ -1,6 +1,7 @@
 """One engine of vLLM, in this process, whose adapter is bound several times: what it answers, as JSON.
 
-Run as ``python -m tests.system.adapter_engine MODEL ADAPTER``, the directories of a base and of PEFT's adapter of rank 3, alpha 5.
+Run as ``python -m tests.system.adapter_engine MODEL ADAPTER``, the directories of a base and of PEFT's
+adapter of rank 3, alpha 5.
 """
 
 from __future__ import annotations
@@ -46,12 +47,27 @@ def main(model: str, adapter: str) -> None:
         "max_model_len": 64,
         "precision": "float32",
     }
-    config = {"backend": "vllm", "model_name": model, "max_new_tokens": 10, "temperature": 1.0, "top_k": None, "top_p": 1.0}
-    config |= {"stop_token_ids": [], "stop_strings": None, "pad_token_id": 0, "colocated": {"enabled": True}, "vllm_cfg": settings}
+    config = {
+        "backend": "vllm",
+        "model_name": model,
+        "max_new_tokens": 10,
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": 1.0,
+    }
+    config |= {
+        "stop_token_ids": [],
+        "stop_strings": None,
+        "pad_token_id": 0,
+        "colocated": {"enabled": True},
+        "vllm_cfg": settings,
+    }
     fields = {"rank": SCALE.rank, "alpha": SCALE.alpha, "rank_stabilized": SCALE.rank_stabilized}
     worker = VllmGenerationWorker(completed(config), adapter=fields)
     worker._version = 0
-    binding = AdapterBinding(worker._engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model, SCALE)
+    binding = AdapterBinding(
+        worker._engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model, SCALE
+    )
     factors = load_file(f"{adapter}/adapter_model.safetensors")
     said: dict[str, Any] = {}
     beside, worker._beside = worker._beside, dict  # type: ignore[method-assign, assignment]
@@ -65,7 +81,9 @@ def main(model: str, adapter: str) -> None:
         said[name] = answers(worker)
     strange = {key.replace(".self_attn.", ".cross_attn."): tensor for key, tensor in factors.items()}
     said["no module"] = refusal(binding, strange)
-    first = {key.replace("layers.0.", "layers.9."): tensor for key, tensor in factors.items() if "layers.0." in key}
+    first = {
+        key.replace("layers.0.", "layers.9."): tensor for key, tensor in factors.items() if "layers.0." in key
+    }
     said["some modules"] = refusal(binding, factors | first)
     print("\n" + json.dumps(said))
     worker.shutdown()

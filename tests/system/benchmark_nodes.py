@@ -1,4 +1,5 @@
-"""A program that starts Ray with two nodes on this host and runs the benchmark of a recipe on both: ``RECIPE DIRECTORY``."""
+"""A program that starts Ray with two nodes on this host and runs the benchmark of a recipe on both: ``RECIPE
+DIRECTORY``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A program that starts Ray with two nodes on this host and runs ``megarl doctor --nodes`` on them, with its own arguments."""
+"""A program that starts Ray with two nodes on this host and runs ``megarl doctor --nodes`` on them, with its
+own arguments."""
 
 from __future__ import annotations
 

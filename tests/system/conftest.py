@@ -1,4 +1,5 @@
-"""What system tests share: one local Ray of a session, because starting one takes seconds, and the launches and material of a module."""
+"""What system tests share: one local Ray of a session, because starting one takes seconds, and the launches
+and material of a module."""
 
 from __future__ import annotations
 

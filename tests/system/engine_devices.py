@@ -46,7 +46,9 @@ class Devices:
     def __init__(self) -> None:
         self._kept: list[RayWorkerGroup] = []
 
-    def of(self, kind: str, cluster: RayVirtualCluster, places: list[tuple[int, list[int]]], **options: Any) -> list[list[str]]:
+    def of(
+        self, kind: str, cluster: RayVirtualCluster, places: list[tuple[int, list[int]]], **options: Any
+    ) -> list[list[str]]:
         group = RayWorkerGroup(cluster, RayWorkerBuilder(kind, **options), bundle_indices_list=places)
         self._kept.append(group)
         found: list[list[str]] = group.get_all_worker_results(group.run_all_workers_single_data("devices"))

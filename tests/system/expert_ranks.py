@@ -1,6 +1,8 @@
-"""A rank of an engine that has vLLM's model and nothing else of vLLM: what refits leave in it, and what vLLM's own loader would.
+"""A rank of an engine that has vLLM's model and nothing else of vLLM: what refits leave in it, and what
+vLLM's own loader would.
 
-``python -m tests.system.expert_ranks RANK RANKS tensor|experts|stages DIRECTORY``: of two checkpoints below the directory.
+``python -m tests.system.expert_ranks RANK RANKS tensor|experts|stages DIRECTORY``: of two checkpoints below
+the directory.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ GROUP = 7
 
 
 def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
-    """Fill a model with two checkpoints in turn, by whole weights and by slices, and write what it has after each."""
+    """Fill a model with two checkpoints in turn, by whole weights and by slices, and write what it has after
+    each."""
     # as vLLM's runner for CPUs has it
     torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
     config = configured(directory / "0", "dummy", ranks, divided)
-    # as its workers have it: a name of the ranks' shared memory, of which vLLM's kernels for this CPU may make use
+    # as its workers have it: a name of the ranks' shared memory, of which vLLM's kernels for this CPU may
+    # make use
     os.environ["VLLM_DIST_IDENT"] = f"expert-ranks-{os.getppid()}"
     with set_current_vllm_config(config):
         init_distributed_environment(ranks, rank, f"file://{directory / 'store'}", rank, "gloo")
@@ -56,9 +60,15 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
     refits = []
     for step, names in ((0, []), (1, list(slices)), (0, list(slices))):
         engine.take_slices(names)
-        sent = [(name, slices[name].of(tensor).contiguous() if name in names else tensor) for name, tensor in weights[step].items()]
+        sent = [
+            (name, slices[name].of(tensor).contiguous() if name in names else tensor)
+            for name, tensor in weights[step].items()
+        ]
         kept = 0
-        with set_current_vllm_config(config), mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls:
+        with (
+            set_current_vllm_config(config),
+            mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls,
+        ):
             engine.start_weight_update()
             for first in range(0, len(sent), GROUP):
                 engine.load(sent[first : first + GROUP])
@@ -69,7 +79,10 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
     stacked = set(engine._stacks.names)
     others = [name for name in weights[0] if name not in stacked]
     engine.take_slices([])
-    with set_current_vllm_config(config), mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls:
+    with (
+        set_current_vllm_config(config),
+        mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls,
+    ):
         engine.start_weight_update()
         engine.load([(name, weights[0][name]) for name in others])
         engine._abandon()
@@ -79,7 +92,13 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
         with set_current_vllm_config(config):
             loaded.append(bits(get_model(vllm_config=config)))
     reads = {name: where.plain() for name, where in slices.items()}
-    found = {"reads": reads, "refits": refits, "stacked": len(stacked), "others": calls.call_count, "loaded": loaded}
+    found = {
+        "reads": reads,
+        "refits": refits,
+        "stacked": len(stacked),
+        "others": calls.call_count,
+        "loaded": loaded,
+    }
     (directory / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -115,7 +134,10 @@ def kept_bytes(engine: Any) -> int:
 def bits(model: torch.nn.Module) -> dict[str, str]:
     """A hash of each parameter and buffer."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for name, tensor in tensors}
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in tensors
+    }
 
 
 if __name__ == "__main__":

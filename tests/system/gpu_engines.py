@@ -1,7 +1,9 @@
-"""A program: the configuration of vLLM engines as GPUs would get them, printed as text, on a machine without one.
+"""A program: the configuration of vLLM engines as GPUs would get them, printed as text, on a machine without
+one.
 
-A stand-in takes the place of the devices: vLLM's build for CPUs is told that it is on them, and makes its configuration up to the point at
-which an engine would start. Nothing of it can run. ``gpu_engines.txt`` has what it printed; after a change that is meant, write it again:
+A stand-in takes the place of the devices: vLLM's build for CPUs is told that it is on them, and makes its
+configuration up to the point at which an engine would start. Nothing of it can run. ``gpu_engines.txt`` has
+what it printed; after a change that is meant, write it again:
 
     python -m tests.system.gpu_engines > tests/system/gpu_engines.txt
 """
@@ -54,7 +56,12 @@ class Case:
     overrides: tuple[str, ...] = ()
 
 
-QWEN_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+QWEN_1_5B = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
 CASES = {
     "1.5B": Case(
         "grpo-qwen2.5-1.5b-1gpu-megatron",
@@ -72,12 +79,23 @@ def pretend_devices(device: Mapping[str, Any], count: int = 8) -> None:
     """Before vLLM asks what it runs on."""
     major, minor = device["capability"]
     memory = device["gib"] * 2**30
-    properties = SimpleNamespace(name=device["name"], total_memory=memory, multi_processor_count=132, major=major, minor=minor)
-    answers: dict[str, Any] = {"is_available": True, "device_count": count, "current_device": 0, "get_device_name": device["name"]}
+    properties = SimpleNamespace(
+        name=device["name"], total_memory=memory, multi_processor_count=132, major=major, minor=minor
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": count,
+        "current_device": 0,
+        "get_device_name": device["name"],
+    }
     answers |= {"get_device_capability": (major, minor), "get_device_properties": properties}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    for name, answer in {"is_available": True, "device_count": count, "current_accelerator": torch.device("cuda")}.items():
+    for name, answer in {
+        "is_available": True,
+        "device_count": count,
+        "current_accelerator": torch.device("cuda"),
+    }.items():
         setattr(torch.accelerator, name, lambda *_, answer=answer, **__: answer)
     # its kernels, which the build for CPUs lacks and a configuration does not call
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
@@ -104,7 +122,8 @@ def arguments_of(case: Case, model: Path) -> dict[str, Any]:
 
 
 def configuration_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM makes of them, as far as it bears on speed, memory, and whether the answers are the policy's."""
+    """What vLLM makes of them, as far as it bears on speed, memory, and whether the answers are the
+    policy's."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -129,7 +148,9 @@ def configuration_of(arguments: dict[str, Any]) -> dict[str, Any]:
         "kernels of experts": made.kernel_config.moe_backend if model.is_moe else None,
         "ranks": f"{parallel.tensor_parallel_size} tensor x {parallel.pipeline_parallel_size} stages",
         "experts are divided": parallel.enable_expert_parallel,
-        "executor": getattr(parallel.distributed_executor_backend, "__name__", parallel.distributed_executor_backend),
+        "executor": getattr(
+            parallel.distributed_executor_backend, "__name__", parallel.distributed_executor_backend
+        ),
         "sleep": model.sleep_mode_backend if model.enable_sleep_mode else None,
         "log-probabilities": model.logprobs_mode,
         "quantization": model.quantization,
@@ -146,10 +167,16 @@ def lines_of(name: str) -> Iterator[str]:
         yield f"{name}: configs/{case.recipe}.yaml, {case.device['name']}"
         module, _, executor = str(arguments.get("distributed_executor_backend", "")).rpartition(".")
         if module:
-            arguments["distributed_executor_backend"] = getattr(__import__(module, fromlist=[executor]), executor)
+            arguments["distributed_executor_backend"] = getattr(
+                __import__(module, fromlist=[executor]), executor
+            )
         for key, value in configuration_of(dict(arguments)).items():
             yield f"  {key:25} {value}"
-        shown = {key: value for key, value in arguments.items() if key not in ("model", "tokenizer", "distributed_executor_backend")}
+        shown = {
+            key: value
+            for key, value in arguments.items()
+            if key not in ("model", "tokenizer", "distributed_executor_backend")
+        }
         yield "  arguments"
         yield from (f"    {key} = {json.dumps(value)}" for key, value in shown.items())
 
@@ -158,7 +185,15 @@ def configured(name: str) -> str:
     """What a process of its own says of a case."""
     variables = {"MEGARL_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.system.gpu_engines", name]
-    done = subprocess.run(command, cwd=ROOT, env={**env.snapshot(), **variables}, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**env.snapshot(), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
     return done.stdout

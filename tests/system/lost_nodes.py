@@ -1,7 +1,9 @@
-"""A program that starts Ray with several nodes on this host and trains over two of them: undisturbed, and with a node that is lost.
+"""A program that starts Ray with several nodes on this host and trains over two of them: undisturbed, and
+with a node that is lost.
 
-``python -m tests.system.lost_nodes CONFIG DIRECTORY [KEY=VALUE ...]``: runs in ``DIRECTORY/whole`` and ``DIRECTORY/run``. Of the second
-one a node is removed after its first step; another one joins only then, so that its places are waited for.
+``python -m tests.system.lost_nodes CONFIG DIRECTORY [KEY=VALUE ...]``: runs in ``DIRECTORY/whole`` and
+``DIRECTORY/run``. Of the second one a node is removed after its first step; another one joins only then, so
+that its places are waited for.
 """
 
 from __future__ import annotations
@@ -35,11 +37,18 @@ def main(config_file: str, directory: Path, *further: str) -> None:
     add("head", 0)
     nodes = {name: add(name) for name in ("n1", "n2")}
     ray.init(address=cluster.address, log_to_driver=False)
-    overrides = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", "++cluster.max_restarts=1", "++cluster.device=cpu"]
+    overrides = [
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=1",
+        "++cluster.max_restarts=1",
+        "++cluster.device=cpu",
+    ]
     overrides += ["policy.megatron_cfg.tensor_model_parallel_size=1", *further]
 
     # the node of Ray that the driver speaks to is on this host as well, and has to stay
-    here = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id())
+    here = next(
+        node["NodeName"] for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()
+    )
     lost = "n1" if here == "n2" else "n2"
 
     def train(name: str) -> int:
@@ -69,7 +78,10 @@ def main(config_file: str, directory: Path, *further: str) -> None:
     codes = [train("whole")]
     threading.Thread(target=lose_or_end, daemon=True).start()
     codes.append(train("run"))
-    sys.stdout.write(f"\ncodes {codes} without {lost}: {sorted(node['NodeName'] for node in ray.nodes() if node['Alive'])}\n")
+    sys.stdout.write(
+        f"\ncodes {codes} without {lost}: "
+        f"{sorted(node['NodeName'] for node in ray.nodes() if node['Alive'])}\n"
+    )
     ray.shutdown()
     cluster.shutdown()
 

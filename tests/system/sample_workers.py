@@ -1,4 +1,5 @@
-"""Worker classes that the tests of worker groups start by name. Torch is imported only where a collective needs it."""
+"""Worker classes that the tests of worker groups start by name. Torch is imported only where a collective
+needs it."""
 
 from __future__ import annotations
 
@@ -139,7 +140,10 @@ class ConfiguredWorker(PlainWorker):
         return {"num_cpus": 0}, {"COLOUR": "configured"}, {"seen": (num_gpus, bundle_indices)}
 
 
-@ray.remote(num_cpus=0, runtime_env={"env_vars": {"COLOUR": "decorator", "SHAPE": "decorator", "OMP_NUM_THREADS": "7"}})
+@ray.remote(
+    num_cpus=0,
+    runtime_env={"env_vars": {"COLOUR": "decorator", "SHAPE": "decorator", "OMP_NUM_THREADS": "7"}},
+)
 class DecoratedWorker(PlainWorker):
     """A class that is a Ray actor class already."""
 
@@ -190,4 +194,6 @@ class CollectiveWorker(PlainWorker):
     def listening_addresses(self) -> list[str]:
         import psutil
 
-        return [item.laddr.ip for item in psutil.Process().net_connections() if item.status == psutil.CONN_LISTEN]
+        return [
+            item.laddr.ip for item in psutil.Process().net_connections() if item.status == psutil.CONN_LISTEN
+        ]

@@ -1,11 +1,12 @@
 """Programs for runs over two nodes of Ray on this host whose checkpoints wait in the memory of both.
 
-``python -m tests.system.saving_nodes cluster`` starts the nodes ``head`` (without places), ``n1`` and ``n2``, prints the address, and takes
-lines ``remove NAME`` and ``add NAME``, each answered by ``done``, until its standard input ends.
+``python -m tests.system.saving_nodes cluster`` starts the nodes ``head`` (without places), ``n1`` and ``n2``,
+prints the address, and takes lines ``remove NAME`` and ``add NAME``, each answered by ``done``, until its
+standard input ends.
 
-``python -m tests.system.saving_nodes train MODE CONFIG RUN_DIR KEY=VALUE ...`` is ``megarl train`` on the cluster of ``RAY_ADDRESS``. Of
-each checkpoint that waits in memory it writes to ``RUN_DIR.places`` what lies on which node, and at the second one it does something: see
-``MODES``.
+``python -m tests.system.saving_nodes train MODE CONFIG RUN_DIR KEY=VALUE ...`` is ``megarl train`` on the
+cluster of ``RAY_ADDRESS``. Of each checkpoint that waits in memory it writes to ``RUN_DIR.places`` what lies
+on which node, and at the second one it does something: see ``MODES``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def run_cluster() -> None:
     cluster = Cluster()
 
     def add(name: str, cpus: int = 1) -> Any:
-        return cluster.add_node(num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000)
+        return cluster.add_node(
+            num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000
+        )
 
     nodes = {"head": add("head", 0), **{name: add(name) for name in ("n1", "n2")}}
     ray.init(address=cluster.address, log_to_driver=False)
@@ -49,7 +52,8 @@ def run_cluster() -> None:
 
 
 class Disturbance:
-    """What happens at the second checkpoint of a run; the processes of the nodes stand still from before it is to be written.
+    """What happens at the second checkpoint of a run; the processes of the nodes stand still from before it
+    is to be written.
 
     Args:
         checkpoint_dir: of the run.

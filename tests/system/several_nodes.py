@@ -1,4 +1,5 @@
-"""A program that starts Ray with three unequal nodes on this host, lays virtual clusters over them, and prints where they came to lie."""
+"""A program that starts Ray with three unequal nodes on this host, lays virtual clusters over them, and
+prints where they came to lie."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Witness:
 def main() -> None:
     cluster = Cluster()
     processes = {
-        name: cluster.add_node(num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000)
+        name: cluster.add_node(
+            num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000
+        )
         for name, cpus in (("n1", 2), ("n2", 4), ("n10", 4))
     }
     ray.init(address=cluster.address, log_to_driver=False)

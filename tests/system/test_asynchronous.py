@@ -1,5 +1,5 @@
-"""Asynchronous training in whole programs on Ray: byte for byte what a serial program does that keeps old weights, however long anything
-takes, and wherever it is killed."""
+"""Asynchronous training in whole programs on Ray: byte for byte what a serial program does that keeps old
+weights, however long anything takes, and wherever it is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from transformers import AutoTokenizer
 
 from megarl.distributed.worker_stacks import worker_of
 from megarl.models.policy.policy_engines import WORKERS
-from tests.system.whole_runs import ON_TORCH, ROOT, Launch, Launches, Material, comparable, read_rows, write_config
+from tests.system.whole_runs import (
+    ON_TORCH,
+    ROOT,
+    Launch,
+    Launches,
+    Material,
+    comparable,
+    read_rows,
+    write_config,
+)
 from tests.tiers import sample_seed, slow
 
 pytestmark = pytest.mark.timeout(1800)
@@ -25,7 +34,10 @@ pytestmark = pytest.mark.timeout(1800)
 STEPS = 6
 TOYS = ROOT / "tests" / "toys" / "serial_lag.py"
 GUESS = TOYS.with_name("guess.py")
-APART = ["policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=3"]
+APART = [
+    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+    "cluster.gpus_per_node=3",
+]
 BOUNDED = [
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=tis",
@@ -41,7 +53,9 @@ def beside(lag: int) -> list[str]:
 class Program:
     """Runs of one configuration."""
 
-    def __init__(self, directory: Path, material: Material, launches: Launches, backend: str = "megatron") -> None:
+    def __init__(
+        self, directory: Path, material: Material, launches: Launches, backend: str = "megatron"
+    ) -> None:
         self.directory, self.launches = directory, launches
         self.config = directory / "run.yaml"
         base = write_config(directory / "base.yaml", "grpo", material)
@@ -91,12 +105,20 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
 
 
 @slow
-def test_conversations_of_several_turns_are_sampled_beside_training_too(tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_conversations_of_several_turns_are_sampled_beside_training_too(
+    tmp_path: Path, material: Material, launches: Launches
+) -> None:
     program = Program(tmp_path, material, launches)
-    guessing = ["grpo.max_rollout_turns=3", "~env.reward", f"env.environment={GUESS}:Guess", "+env.options={near: 4}"]
+    guessing = [
+        "grpo.max_rollout_turns=3",
+        "~env.reward",
+        f"env.environment={GUESS}:Guess",
+        "+env.options={near: 4}",
+    ]
     tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(material.taught, tmp_path / "model"))
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% for message in messages %}{{ message['content'] }}{% if message['role'] "
+        "== 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
     room = ["policy.max_total_sequence_length=96", f"policy.model_name={tmp_path / 'model'}"]
@@ -105,22 +127,31 @@ def test_conversations_of_several_turns_are_sampled_beside_training_too(tmp_path
     assert without_ages(beside_training) == without_ages(serial)
     assert weights(beside_training) == weights(serial)
     trained = [row for row in read_rows(beside_training) if row["step"] > 0]
-    assert all(row["train/turns"] > 1 for row in trained) and any(row["train/grad_norm"] > 0 for row in trained)
+    assert all(row["train/turns"] > 1 for row in trained) and any(
+        row["train/grad_norm"] > 0 for row in trained
+    )
 
 
 @slow
-def test_nothing_hangs_on_how_long_anything_takes(tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_nothing_hangs_on_how_long_anything_takes(
+    tmp_path: Path, material: Material, launches: Launches
+) -> None:
     program = Program(tmp_path, material, launches)
     plain = program.finish("plain", *beside(2))
     for seed in (sample_seed(), sample_seed() + 1):
-        delayed = program.finish(f"delayed-{seed}", *beside(2), f"algorithm={TOYS}:Delayed", DELAY_SEED=str(seed))
+        delayed = program.finish(
+            f"delayed-{seed}", *beside(2), f"algorithm={TOYS}:Delayed", DELAY_SEED=str(seed)
+        )
         assert comparable(delayed) == comparable(plain), seed
         assert weights(delayed) == weights(plain), seed
 
 
 @slow
-def test_killed_anywhere_it_goes_on_with_the_batches_that_waited(tmp_path: Path, material: Material, launches: Launches) -> None:
-    """Also where the last launch keeps up with no one: a run that goes on in turn trains on what waits first."""
+def test_killed_anywhere_it_goes_on_with_the_batches_that_waited(
+    tmp_path: Path, material: Material, launches: Launches
+) -> None:
+    """Also where the last launch keeps up with no one: a run that goes on in turn trains on what waits
+    first."""
     program = Program(tmp_path, material, launches)
     undisturbed = program.finish("undisturbed", *beside(2))
     seed = sample_seed()
@@ -134,7 +165,9 @@ def test_killed_anywhere_it_goes_on_with_the_batches_that_waited(tmp_path: Path,
 
 
 @slow
-def test_lost_engines_cost_a_restart_within_the_launch(tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_lost_engines_cost_a_restart_within_the_launch(
+    tmp_path: Path, material: Material, launches: Launches
+) -> None:
     program = Program(tmp_path, material, launches)
     undisturbed = program.finish("undisturbed", *beside(1))
     launch = program.start("lost", *beside(1), "++cluster.max_restarts=3")
@@ -144,7 +177,10 @@ def test_lost_engines_cost_a_restart_within_the_launch(tmp_path: Path, material:
         os.kill(engine, signal.SIGKILL)
         launch.await_moment(lambda kills=kills: launch.output().count(f"{STEPS} steps") == kills + 1)  # type: ignore[misc]
     assert launch.finish() == 0, launch.output()[-5000:]
-    logs = [[{k: v for k, v in row.items() if "restarts" not in k} for row in comparable(each)] for each in (launch.run_dir, undisturbed)]
+    logs = [
+        [{k: v for k, v in row.items() if "restarts" not in k} for row in comparable(each)]
+        for each in (launch.run_dir, undisturbed)
+    ]
     assert logs[0] == logs[1]
     assert weights(launch.run_dir) == weights(undisturbed)
 
@@ -167,9 +203,14 @@ def test_a_run_changes_to_turns_and_back(tmp_path: Path, material: Material, lau
 def test_engines_have_a_layout_of_their_own(tmp_path: Path, material: Material, launches: Launches) -> None:
     """Two pipeline stages train, and two tensor-parallel ranks generate with the weights of both."""
     program = Program(tmp_path, material, launches)
-    layout = ["policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+    layout = [
+        "policy.megatron_cfg.tensor_model_parallel_size=1",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    ]
     engines = ["policy.generation.colocated.resources.gpus_per_node=2", "cluster.gpus_per_node=4"]
-    run_dir = program.finish("run", *layout, *engines, "policy.generation.engine_cfg={tensor_parallel_size: 2}")
+    run_dir = program.finish(
+        "run", *layout, *engines, "policy.generation.engine_cfg={tensor_parallel_size: 2}"
+    )
     rows = [row for row in read_rows(run_dir) if row["step"] > 0]
     assert all(row["train/mismatch_max"] < 1e-5 and row["train/grad_norm"] > 0 for row in rows)
 
@@ -183,7 +224,9 @@ READY_FIRST = [
 
 @slow
 @pytest.mark.parametrize("backend", ["megatron", "dtensor"])
-def test_what_was_ready_first_is_repeated_from_its_ledger(backend: str, tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_what_was_ready_first_is_repeated_from_its_ledger(
+    backend: str, tmp_path: Path, material: Material, launches: Launches
+) -> None:
     """After kills too; the checkpoints say which groups wait and which are sampled again."""
     program = Program(tmp_path, material, launches, backend)
     seed = sample_seed()
@@ -192,13 +235,18 @@ def test_what_was_ready_first_is_repeated_from_its_ledger(backend: str, tmp_path
         launch = program.start("run", *READY_FIRST)
         launch.kill_when(launch.logged(step) if draw.random() < 0.5 else launch.committed(step))
     run = program.finish("run", *READY_FIRST)
-    records = [json.loads(path.read_text())["records"] for path in sorted((run / "ledger").glob("step_*.json"))]
+    records = [
+        json.loads(path.read_text())["records"] for path in sorted((run / "ledger").glob("step_*.json"))
+    ]
     prompts = [record for step in records for record in dict.fromkeys(step)]
     assert len(prompts) == len(set(prompts)), f"seed {seed}: a prompt was trained on twice within an epoch"
     again = program.finish("again", *READY_FIRST, f"grpo.async_grpo.replay={run}")
     of_engines = ("train/rollouts_", "train/engine_check", "validation/")
     rows = [
-        [{name: value for name, value in row.items() if not name.startswith(of_engines)} for row in comparable(each)]
+        [
+            {name: value for name, value in row.items() if not name.startswith(of_engines)}
+            for row in comparable(each)
+        ]
         for each in (run, again)
     ]
     assert rows[0] == rows[1], f"seed {seed}"

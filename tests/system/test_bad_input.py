@@ -1,4 +1,5 @@
-"""Bad input to the program itself: exit code 2, one message that names the thing, its value and the remedy, and nothing left behind."""
+"""Bad input to the program itself: exit code 2, one message that names the thing, its value and the remedy,
+and nothing left behind."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def broken_parquet(directory: Path) -> list[str]:
 def few_records(directory: Path, weight: float | None = None) -> list[str]:
     """Three records; with a weight, as two sources of as many."""
     path = directory / "few.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{each}+1=", "answer": str(each + 1)}) for each in range(3)))
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"{each}+1=", "answer": str(each + 1)}) for each in range(3))
+    )
     if weight is None:
         return [f"data.train.path={path}"]
     source = f"{{path: {path}, prompt_key: prompt, answer_key: answer, weight: {weight}}}"
@@ -64,9 +67,16 @@ def few_records(directory: Path, weight: float | None = None) -> list[str]:
 def conversation(directory: Path, *roles: str) -> list[str]:
     """A source of a good conversation and of one with these roles."""
     path = directory / "turns.jsonl"
-    rows = [{"turns": [{"role": role, "content": "1+1="} for role in each]} for each in (("user", "assistant"), roles)]
+    rows = [
+        {"turns": [{"role": role, "content": "1+1="} for role in each]}
+        for each in (("user", "assistant"), roles)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    return [f"data.train={{path: {path}, messages_key: turns}}", "~data.train.prompt_key", "~data.train.answer_key"]
+    return [
+        f"data.train={{path: {path}, messages_key: turns}}",
+        "~data.train.prompt_key",
+        "~data.train.answer_key",
+    ]
 
 
 def without_tokenizer(model: Path, directory: Path) -> list[str]:
@@ -109,7 +119,9 @@ def small_vocabulary(model: Path, directory: Path) -> list[str]:
     path = directory / "changed" / "model.safetensors"
     tensors = load_file(path)
     rows = {"model.embed_tokens.weight", "lm_head.weight"}
-    save_file({name: tensor[:211].clone() if name in rows else tensor for name, tensor in tensors.items()}, path)
+    save_file(
+        {name: tensor[:211].clone() if name in rows else tensor for name, tensor in tensors.items()}, path
+    )
     return overrides
 
 
@@ -165,7 +177,11 @@ def check_message(output: str, says: list[str]) -> None:
 
 def check_nothing_left(run_dir: Path) -> None:
     """At most the resolved configuration, and empty lock files of the run and of its checkpoints."""
-    left = {path.relative_to(run_dir).as_posix(): path for path in run_dir.rglob("*")} if run_dir.exists() else {}
+    left = (
+        {path.relative_to(run_dir).as_posix(): path for path in run_dir.rglob("*")}
+        if run_dir.exists()
+        else {}
+    )
     locks = {"run.lock", "checkpoints/run.lock"} & set(left)
     assert set(left) <= {"config.yaml", "checkpoints", *locks}
     assert ("run.lock" in left or not left) and all(left[lock].read_bytes() == b"" for lock in locks)
@@ -174,24 +190,48 @@ def check_nothing_left(run_dir: Path) -> None:
 @sampled(15)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found_before_workers_start(
-    name: str, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    material: Material,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(algorithms_run, "start_ray", lambda *arguments: None)
-    monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
+    monkeypatch.setattr(
+        algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start")
+    )
     config = write_config(tmp_path / "run.yaml", "grpo", material)
-    assert main(["train", str(config), f"run_dir={tmp_path / 'run'}", *overrides_of(FAULTS[name], material.model, tmp_path)]) == 2
+    assert (
+        main(
+            [
+                "train",
+                str(config),
+                f"run_dir={tmp_path / 'run'}",
+                *overrides_of(FAULTS[name], material.model, tmp_path),
+            ]
+        )
+        == 2
+    )
     check_message(capsys.readouterr().err, FAULTS[name]["says"])
     check_nothing_left(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    "place", ["file/run", "file", "/proc/none/run", "x" * 300], ids=["below a file", "a file", "read-only", "too long"]
+    "place",
+    ["file/run", "file", "/proc/none/run", "x" * 300],
+    ids=["below a file", "a file", "read-only", "too long"],
 )
 def test_directories_that_no_run_can_have(
-    place: str, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str,
+    material: Material,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(algorithms_run, "start_ray", lambda *arguments: None)
-    monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
+    monkeypatch.setattr(
+        algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start")
+    )
     (tmp_path / "file").write_text("x")
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     assert main(["train", str(config), f"run_dir={tmp_path / place}"]) == 2
@@ -200,7 +240,9 @@ def test_directories_that_no_run_can_have(
 
 @slow
 @pytest.mark.parametrize("name", ["misspelt key", "broken line", "other vocabulary"])
-def test_faults_end_the_program_with_2(name: str, material: Material, launches: Launches, tmp_path: Path) -> None:
+def test_faults_end_the_program_with_2(
+    name: str, material: Material, launches: Launches, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     launch = launches.start(config, tmp_path / "run", overrides_of(FAULTS[name], material.model, tmp_path))
     assert launch.finish() == 2, launch.output()[-3000:]
@@ -215,6 +257,11 @@ def test_fault_found_by_a_worker(material: Material, launches: Launches, tmp_pat
     assert launch.finish() == 2, launch.output()[-3000:]
     output = launch.output()
     message = output[output.index("megarl: ") :]
-    assert re.search(r"\[pp0 dp0 cp0 tp0 .*lm_head\.weight differs from model\.embed_tokens\.weight", message, re.DOTALL), message
+    assert re.search(
+        r"\[pp0 dp0 cp0 tp0 .*lm_head\.weight differs from model\.embed_tokens\.weight", message, re.DOTALL
+    ), message
     assert "Traceback" not in message, message
-    assert not list((tmp_path / "run" / "checkpoints").glob("*step_*")) and not (tmp_path / "run" / "hf").exists()
+    assert (
+        not list((tmp_path / "run" / "checkpoints").glob("*step_*"))
+        and not (tmp_path / "run" / "hf").exists()
+    )

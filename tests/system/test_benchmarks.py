@@ -1,4 +1,5 @@
-"""Whole cases of the benchmarks, at their small sizes: their numerics hold, and every ratio is there; the recipe's on two nodes of Ray."""
+"""Whole cases of the benchmarks, at their small sizes: their numerics hold, and every ratio is there; the
+recipe's on two nodes of Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ RATIOS = {
 OF_LAYOUTS = {
     "grpo.step": {
         "step_core_seconds_to_limit",
-        *(f"{phase}_core_seconds_to_{to}" for phase in ("step", "generation", "training") for to in ("one_rank", "two_halves")),
+        *(
+            f"{phase}_core_seconds_to_{to}"
+            for phase in ("step", "generation", "training")
+            for to in ("one_rank", "two_halves")
+        ),
     },
 }
 """Ratios of the points that have a layout, where they are others."""
@@ -42,7 +47,9 @@ def test_a_case_measures_its_ratios_with_equal_numbers(case: str) -> None:
     assert result["success"], result["error"]
     for point in result["points"]:
         wanted = OF_LAYOUTS.get(case, RATIOS[case]) if "layout" in point["parameters"] else RATIOS[case]
-        assert {name for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio to ")} >= wanted
+        assert {
+            name for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio to ")
+        } >= wanted
     assert result["cpu_seconds"] > 0.5
 
 
@@ -94,10 +101,20 @@ def test_a_recipe_s_layout_runs_on_two_nodes(tmp_path: Path) -> None:
     text = RECIPE.format(configs=ROOT / "configs", model=make_model(tmp_path / "model", 1), problems=problems)
     (tmp_path / "recipe.yaml").write_text(text)
     variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-m", "tests.system.benchmark_nodes", str(tmp_path / "recipe.yaml"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.system.benchmark_nodes",
+        str(tmp_path / "recipe.yaml"),
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     [result] = json.loads((tmp_path / "out" / "recipe.step.json").read_text())
     [point] = result["points"]
-    assert (point["parameters"]["nodes"], point["parameters"]["layout"], point["run"]["gpus"]) == (2, "tp=2", 0)
+    assert (point["parameters"]["nodes"], point["parameters"]["layout"], point["run"]["gpus"]) == (
+        2,
+        "tp=2",
+        0,
+    )
     assert point["metrics"]["logprobs_over_third"]["median"] > 0

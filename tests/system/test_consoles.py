@@ -1,6 +1,8 @@
-"""Consoles of whole runs from the command to the third step, as a person sees them on a terminal and in a pipe.
+"""Consoles of whole runs from the command to the third step, as a person sees them on a terminal and in a
+pipe.
 
-Their lines, with ``#`` in place of numbers and ``DIR`` of the test's directory, are those in ``tests/data/consoles``.
+Their lines, with ``#`` in place of numbers and ``DIR`` of the test's directory, are those in
+``tests/data/consoles``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LONGEST_SILENCE_S = 10.0
 
 @dataclass
 class Recording:
-    """What a run wrote to standard output and standard error, and the longest time without a byte of either."""
+    """What a run wrote to standard output and standard error, and the longest time without a byte of
+    either."""
 
     text: str = ""
     errors: str = ""
@@ -49,7 +52,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 def configuration(name: str, directory: Path, material: Material) -> Path:
     path = directory / "run.yaml"
     if name == "dpo":
-        config = small("dpo-ultrafeedback-qwen2.5-1.5b-megatron", make_small_model(directory / "model", "qwen2"), directory)
+        config = small(
+            "dpo-ultrafeedback-qwen2.5-1.5b-megatron",
+            make_small_model(directory / "model", "qwen2"),
+            directory,
+        )
         config["dpo"]["max_num_steps"] = 3
         config["logger"]["tensorboard_enabled"] = False
         path.write_text(yaml.safe_dump(dict(config)))
@@ -62,11 +69,19 @@ def configuration(name: str, directory: Path, material: Material) -> Path:
 
 def record(config: Path, on_terminal: bool) -> Recording:
     command = [sys.executable, "-m", "megarl", "train", str(config), f"run_dir={config.parent / 'run'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "xterm-256color", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+        "TERM": "xterm-256color",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     ours, theirs = pty.openpty() if on_terminal else os.pipe()
     errors, their_errors = os.pipe()
     begun = time.monotonic()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=their_errors, env=environment)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=their_errors, env=environment
+    )
     os.close(theirs)
     os.close(their_errors)
     found, last = Recording(), begun

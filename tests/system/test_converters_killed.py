@@ -1,4 +1,5 @@
-"""Conversions as processes of their own: killed at random points and started again, and within a bound on memory."""
+"""Conversions as processes of their own: killed at random points and started again, and within a bound on
+memory."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def convert(argv: list[str], out: Path) -> None:
 def server() -> Iterator[ForkServerContext]:
     """Has torch in memory already: a process begins with its work, and not with ten seconds of imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["converters.command", "converters.importing", "converters.exporting", "benchmarks.cases.conversion"])
+    context.set_forkserver_preload(
+        ["converters.command", "converters.importing", "converters.exporting", "benchmarks.cases.conversion"]
+    )
     yield context
 
 
@@ -70,16 +73,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imported(server: ForkServerContext, source: Path) -> tuple[Path, dict[str, object]]:
     """What an undisturbed run with six workers makes, and what it says."""
     out = source.parent / "said"
-    return source.parent / "mcore", done(start(server, out, "import", str(source), str(source.parent / "mcore"), "--workers", "6"), out)
+    return source.parent / "mcore", done(
+        start(server, out, "import", str(source), str(source.parent / "mcore"), "--workers", "6"), out
+    )
 
 
 def written(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else 0
+    return (
+        sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+        if directory.is_dir()
+        else 0
+    )
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def test_killed_at_random_points_and_run_again(
@@ -90,7 +102,10 @@ def test_killed_at_random_points_and_run_again(
     generator, out, mcore = random.Random(seed), tmp_path / "said", imported[0]
     sizes = ("--max-shard-size", "50MB")
     done(start(server, out, "export", str(mcore), str(tmp_path / "back"), *sizes), out)
-    for action, origin, expected, options in (("import", source, mcore, ()), ("export", mcore, tmp_path / "back", sizes)):
+    for action, origin, expected, options in (
+        ("import", source, mcore, ()),
+        ("export", mcore, tmp_path / "back", sizes),
+    ):
         target = tmp_path / f"{action}-again"
         killed = 0
         for _ in range(2):
@@ -113,7 +128,11 @@ def test_killed_at_random_points_and_run_again(
 @sampled(1)
 @pytest.mark.parametrize("action", ["import", "export"])
 def test_memory_stays_within_its_bound(
-    action: str, server: ForkServerContext, source: Path, imported: tuple[Path, dict[str, object]], tmp_path: Path
+    action: str,
+    server: ForkServerContext,
+    source: Path,
+    imported: tuple[Path, dict[str, object]],
+    tmp_path: Path,
 ) -> None:
     """Fewer workers run, and what the process reports at its end is within the bound."""
     mcore, unbounded = imported
@@ -126,10 +145,18 @@ def test_memory_stays_within_its_bound(
 
 @slow
 @pytest.mark.parametrize("action", ["import", "export"])
-def test_what_a_plan_says_of_memory_is_kept_where_tensors_are_narrowed(action: str, server: ForkServerContext, tmp_path: Path) -> None:
+def test_what_a_plan_says_of_memory_is_kept_where_tensors_are_narrowed(
+    action: str, server: ForkServerContext, tmp_path: Path
+) -> None:
     """A chunk of bfloat16 is made of twice its bytes in float32."""
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8, vocab_size=50_000, dtype="float32"
+        hidden_size=1024,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=8,
+        vocab_size=50_000,
+        dtype="float32",
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "hf")
@@ -139,8 +166,19 @@ def test_what_a_plan_says_of_memory_is_kept_where_tensors_are_narrowed(action: s
     if action == "export":
         done(start(server, out, "import", str(origin), str(tmp_path / "mcore")), out)
         origin = tmp_path / "mcore"
-    planned = done(start(server, out, "plan", str(origin), "--workers", "1", "--dtype", "bfloat16"), out)["peak_memory"]
+    planned = done(start(server, out, "plan", str(origin), "--workers", "1", "--dtype", "bfloat16"), out)[
+        "peak_memory"
+    ]
     # a process differs from another by a few pages
     bound = int(str(planned)) + 2**23
     options = ("--workers", "1", "--dtype", "bfloat16", "--max-memory", str(bound))
-    assert int(str(done(start(server, out, action, str(origin), str(tmp_path / "out"), *options), out)["peak_memory"])) <= bound
+    assert (
+        int(
+            str(
+                done(start(server, out, action, str(origin), str(tmp_path / "out"), *options), out)[
+                    "peak_memory"
+                ]
+            )
+        )
+        <= bound
+    )

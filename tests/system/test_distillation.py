@@ -1,5 +1,5 @@
-"""Distillation as a whole program on Megatron, policy and teacher in turns on the same ranks: it comes nearer to its teacher, in one layout
-as in another, and killed and resumed it ends as if nobody had disturbed it."""
+"""Distillation as a whole program on Megatron, policy and teacher in turns on the same ranks: it comes nearer
+to its teacher, in one layout as in another, and killed and resumed it ends as if nobody had disturbed it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(1800)
 def configuration(directory: Path, material: Material, **changes: Any) -> Path:
     """An untaught model that learns from one that was taught."""
     directory.mkdir(exist_ok=True)
-    base = write_config(directory / "base.yaml", "distillation", material, teacher={"model_name": str(material.taught)})
+    base = write_config(
+        directory / "base.yaml", "distillation", material, teacher={"model_name": str(material.taught)}
+    )
     config = directory / "distillation.yaml"
     layers = {"policy": {"model_name": str(material.model)}}
     for name, section in changes.items():
@@ -37,7 +39,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, material: Material, launches
 
 def files_of(run_dir: Path) -> dict[str, bytes]:
     directory = run_dir / "checkpoints" / f"step_{STEPS}" / "policy"
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(directory.rglob("*.distcp"))}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*.distcp"))
+    }
 
 
 @slow
@@ -51,7 +56,9 @@ def test_it_comes_nearer_to_its_teacher(whole: Path) -> None:
 
 
 @slow
-def test_killed_and_resumed_it_ends_as_undisturbed(whole: Path, tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_killed_and_resumed_it_ends_as_undisturbed(
+    whole: Path, tmp_path: Path, material: Material, launches: Launches
+) -> None:
     config = configuration(tmp_path / "config", material)
     launch = launches.start(config, tmp_path / "run")
     launch.await_moment(launch.logged(2))
@@ -77,13 +84,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_layout_has_the_same_curves(layout: str, whole: Path, tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_another_layout_has_the_same_curves(
+    layout: str, whole: Path, tmp_path: Path, material: Material, launches: Launches
+) -> None:
     """To rounding: the same tokens are drawn, and the teacher says the same of them."""
     other = launches.finish(configuration(tmp_path / "config", material, **LAYOUTS[layout]), tmp_path / "run")
     for ours, theirs in zip(comparable(other), comparable(whole), strict=True):
         for name in ("train/reward", "validation/accuracy", "train/num_tokens", "train/truncated"):
             assert ours.get(name) == theirs.get(name), (ours["step"], name)
-        for name in ("loss", "grad_norm", "forward_kl", "reverse_kl", "teacher_mass", "policy_mass", "sampled_reverse_kl"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "forward_kl",
+            "reverse_kl",
+            "teacher_mass",
+            "policy_mass",
+            "sampled_reverse_kl",
+        ):
             # the validation before the first step has none of them
             expected = theirs.get(f"train/{name}")
-            assert ours.get(f"train/{name}") == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5)), (ours["step"], name)
+            assert ours.get(f"train/{name}") == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5)), (
+                ours["step"],
+                name,
+            )

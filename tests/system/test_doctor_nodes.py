@@ -1,4 +1,5 @@
-"""``megarl doctor --nodes`` on a real Ray: ranks of one node, and of two Ray nodes side by side on this host, add up numbers over gloo."""
+"""``megarl doctor --nodes`` on a real Ray: ranks of one node, and of two Ray nodes side by side on this host,
+add up numbers over gloo."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ def test_ranks_of_one_node_add_up_numbers(local_ray: int) -> None:
 
 def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the checks by name."""
-    around = {name: value for name, value in env.snapshot().items() if not name.startswith(("RAY_", "GLOO_", "NCCL_"))}
+    around = {
+        name: value
+        for name, value in env.snapshot().items()
+        if not name.startswith(("RAY_", "GLOO_", "NCCL_"))
+    }
     command = [sys.executable, "-m", "tests.system.checked_nodes", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=around | variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=around | variables, capture_output=True, text=True, check=False
+    )
     assert "{" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     told: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert told["ok"] is (done.returncode == 0)
@@ -49,7 +56,8 @@ def test_gpus_that_ray_does_not_have_fail_before_any_rank_starts() -> None:
     code, checks = doctor(RECIPE, "cluster.device=cuda", "cluster.num_nodes=4")
     assert code == 1 and set(checks) == {"nodes", "GPUs"}
     assert (
-        "Ray has n1: 0, n2: 0; cluster.gpus_per_node = 8" in checks["GPUs"]["found"] and "cluster.num_nodes = 4" in checks["nodes"]["found"]
+        "Ray has n1: 0, n2: 0; cluster.gpus_per_node = 8" in checks["GPUs"]["found"]
+        and "cluster.num_nodes = 4" in checks["nodes"]["found"]
     )
 
 
@@ -58,7 +66,11 @@ def test_ranks_that_do_not_reach_one_another_fail_with_a_hint() -> None:
     code, checks = doctor(GLOO_SOCKET_IFNAME="nosuchnet0")
     assert code == 1
     check = checks["gloo all-reduce"]
-    assert check["verdict"] == "failed" and "2 ranks on 2 nodes" in check["found"] and "GLOO_SOCKET_IFNAME=" in check["fix"]
+    assert (
+        check["verdict"] == "failed"
+        and "2 ranks on 2 nodes" in check["found"]
+        and "GLOO_SOCKET_IFNAME=" in check["fix"]
+    )
 
 
 def test_a_configuration_that_is_wrong_is_told_as_such() -> None:

@@ -21,7 +21,13 @@ def test_the_policy_example_runs_as_printed(tmp_path: Path) -> None:
     make_model(tmp_path / "model", seed=1)
     variables = {**env.snapshot(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=variables, text=True, capture_output=True, timeout=300, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=variables,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^torch\.Size\(\[4, \d+\]\)$", done.stdout, re.MULTILINE), done.stdout

@@ -1,4 +1,5 @@
-"""DPO as a whole program on Megatron, pairs dealt to two ranks and packed: against three steps of TRL's trainer, and resumed."""
+"""DPO as a whole program on Megatron, pairs dealt to two ranks and packed: against three steps of TRL's
+trainer, and resumed."""
 
 from __future__ import annotations
 
@@ -29,24 +30,42 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 BATCHING: dict[str, dict[str, Any]] = {
     "dpo": {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
-    "dpo-length-normalised": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
+    "dpo-length-normalised": {
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}
+    },
     "ipo": {},
 }
 LINES = [
-    {"prompt": f"{place}+{3 * place % 7}=", "chosen": str(place + 3 * place % 7), "rejected": "abcdefgh"[: 1 + 5 * place % 8]}
+    {
+        "prompt": f"{place}+{3 * place % 7}=",
+        "chosen": str(place + 3 * place % 7),
+        "rejected": "abcdefgh"[: 1 + 5 * place % 8],
+    }
     for place in range(STEPS * PAIRS)
 ]
 
 
-def of_megarl(form: str, model: str, directory: Path, steps: int = STEPS) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def of_megarl(
+    form: str, model: str, directory: Path, steps: int = STEPS
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     directory.mkdir(exist_ok=True)
     file = directory / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, LINES)))
     section = {"reference_policy_kl_penalty": BETA, "val_period": 0, "max_num_steps": steps, **FORMS[form][0]}
     config = make_config("dpo", directory / "run", model, str(file), **section)
     optimizer = {"lr": RATE, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": EPSILON}
-    megatron = {"enabled": True, "tensor_model_parallel_size": 1, "optimizer": optimizer, "scheduler": {"lr_warmup_iters": 0}}
-    config["policy"] |= {"train_global_batch_size": PAIRS, "megatron_cfg": megatron, "generation": None, **BATCHING[form]}
+    megatron = {
+        "enabled": True,
+        "tensor_model_parallel_size": 1,
+        "optimizer": optimizer,
+        "scheduler": {"lr_warmup_iters": 0},
+    }
+    config["policy"] |= {
+        "train_global_batch_size": PAIRS,
+        "megatron_cfg": megatron,
+        "generation": None,
+        **BATCHING[form],
+    }
     config["data"] |= {"shuffle": False, "validation": None}
     config["cluster"]["gpus_per_node"] = 2
     path = directory / "run.yaml"
@@ -102,7 +121,10 @@ def of_trl(form: str, model: str, directory: Path) -> tuple[list[float], dict[st
     )
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trainer = InOrder(
-        model=network, args=arguments, train_dataset=Dataset.from_list(LINES), processing_class=AutoTokenizer.from_pretrained(model)
+        model=network,
+        args=arguments,
+        train_dataset=Dataset.from_list(LINES),
+        processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.train()
     return losses, {name: tensor.detach() for name, tensor in network.state_dict().items()}
@@ -119,13 +141,16 @@ def test_three_steps_of_trl(form: str, tmp_path: Path) -> None:
     before = load_file(Path(model) / "model.safetensors")
     for name, tensor in trained.items():
         # a thousandth of what a step moves a weight
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-3 * RATE, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            tensor, weights[name], rtol=1e-5, atol=1e-3 * RATE, msg=lambda said, name=name: f"{name}: {said}"
+        )
     assert any(float((tensor - before[name]).abs().max()) > RATE / 10 for name, tensor in trained.items())
 
 
 @slow
 def test_a_resumed_run_is_the_whole_one_to_the_bit(tmp_path: Path) -> None:
-    """Also where the kept log-probabilities of the reference are gone, and weights that were trained are there when they are computed."""
+    """Also where the kept log-probabilities of the reference are gone, and weights that were trained are
+    there when they are computed."""
     model = make_tiny_model(tmp_path / "model", 5)
     rows, whole = of_megarl("dpo", model, tmp_path / "whole", steps=4)
     of_megarl("dpo", model, tmp_path / "resumed", steps=2)
@@ -133,4 +158,6 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(tmp_path: Path) -> None:
     again, resumed = of_megarl("dpo", model, tmp_path / "resumed", steps=4)
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
     names = ("loss", "accuracy", "rewards_margin_mean", "grad_norm")
-    assert [[row[f"train/{name}"] for name in names] for row in again] == [[row[f"train/{name}"] for name in names] for row in rows]
+    assert [[row[f"train/{name}"] for name in names] for row in again] == [
+        [row[f"train/{name}"] for name in names] for row in rows
+    ]

@@ -1,4 +1,5 @@
-"""Faults in whole runs by the harness (``tests/faults``): one of each kind on a tiny run, whose end has to be that of an undisturbed one.
+"""Faults in whole runs by the harness (``tests/faults``): one of each kind on a tiny run, whose end has to be
+that of an undisturbed one.
 
 Random ones, on three backends, are a soak: ``python -m tests.faults --soak 200 --work runs/soak``.
 """

@@ -1,4 +1,5 @@
-"""The probe of one GPU, tried on a CPU: every part that does not need a device runs, and one that fails hides no other."""
+"""The probe of one GPU, tried on a CPU: every part that does not need a device runs, and one that fails hides
+no other."""
 
 from __future__ import annotations
 
@@ -12,13 +13,32 @@ from tests.tiers import slow
 
 pytestmark = slow
 ROOT = Path(__file__).parents[2]
-TINY = ("--device", "cpu", "--size", "tiny", "--rows", "6", "--longest", "64", "--tokens", "128", "--steps", "2")
+TINY = (
+    "--device",
+    "cpu",
+    "--size",
+    "tiny",
+    "--rows",
+    "6",
+    "--longest",
+    "64",
+    "--tokens",
+    "128",
+    "--steps",
+    "2",
+)
 
 
 def probe(out: Path, *arguments: str, code: str = "") -> tuple[int, dict[str, Any]]:
     start = f"{code}; import sys; from benchmarks.gpu_probe import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", start] if code else [sys.executable, "-m", "benchmarks.gpu_probe"]
-    done = subprocess.run([*command, *TINY, "--out", str(out), *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *TINY, "--out", str(out), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert out.exists(), done.stdout + done.stderr
     return done.returncode, json.loads(out.read_text())
 
@@ -50,4 +70,7 @@ def test_a_part_that_fails_hides_no_other(tmp_path: Path) -> None:
     broken = "import megarl.weight_sync.manifest as m; m.Manifest.groups = lambda *a: 1 / 0"
     code, found = probe(tmp_path / "probe.json", "--only", "ipc", "export", code=broken)
     assert code == 1 and set(found["failed"]) == {"ipc"} and "ZeroDivisionError" in found["failed"]["ipc"]
-    assert set(found["seconds"]) == {"gemm", "build", "export", "ipc"} and "export of all weights s, GB/s" in found["figures"]
+    assert (
+        set(found["seconds"]) == {"gemm", "build", "export", "ipc"}
+        and "export of all weights s, GB/s" in found["figures"]
+    )

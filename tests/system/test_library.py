@@ -1,4 +1,5 @@
-"""``megarl.train`` in real processes: a script, ``python -c``, a notebook, Ctrl-C, and a caller that is killed."""
+"""``megarl.train`` in real processes: a script, ``python -c``, a notebook, Ctrl-C, and a caller that is
+killed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ print(megarl.Run("mine").checkpoint.name)
 def started(program: list[str], place: Path) -> subprocess.Popen[str]:
     variables = {**env.snapshot(), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-u", *program], cwd=place, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-u", *program],
+        cwd=place,
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -105,9 +111,13 @@ def test_the_notebook_runs_as_printed_and_learns(tmp_path: Path, monkeypatch: py
     nbclient.NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     text = "".join(output.get("text", "") for output in outputs)
-    assert "step  1/30" in text and "\x1b[2K" not in text, "progress is lines, not a bar that is drawn again and again"
+    assert "step  1/30" in text and "\x1b[2K" not in text, (
+        "progress is lines, not a bar that is drawn again and again"
+    )
     data = [output["data"] for output in outputs if output["output_type"] == "execute_result"]
-    assert any("image/png" in each for each in data) and any("<table>" in each.get("text/html", "") for each in data)
+    assert any("image/png" in each for each in data) and any(
+        "<table>" in each.get("text/html", "") for each in data
+    )
     metrics = Run(tmp_path / "runs/grpo-sft-model-1-1").metrics
     rewards = [reward for reward in metrics["reward"] if reward is not None]
     assert len(rewards) == 30 and sum(rewards[-10:]) > sum(rewards[:10])

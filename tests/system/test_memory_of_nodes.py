@@ -1,4 +1,5 @@
-"""The memory of nodes on a real Ray, of one node: what its actor's process writes becomes a whole checkpoint, and whoever dies is named."""
+"""The memory of nodes on a real Ray, of one node: what its actor's process writes becomes a whole checkpoint,
+and whoever dies is named."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def fill(memory: MemoryOfNodes, node: str, checkpoint_dir: Path) -> Path:
 
 
 @slow
-def test_what_ranks_leave_becomes_a_whole_checkpoint(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
+def test_what_ranks_leave_becomes_a_whole_checkpoint(
+    memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path
+) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)
     write = memory.write(target)
@@ -77,7 +80,9 @@ def test_what_ranks_leave_becomes_a_whole_checkpoint(memory: MemoryOfNodes, node
 
 
 @slow
-def test_a_process_that_is_killed_is_named_with_its_node(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
+def test_a_process_that_is_killed_is_named_with_its_node(
+    memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path
+) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)
     writer = writer_of(checkpoint_dir, node)
@@ -86,13 +91,18 @@ def test_a_process_that_is_killed_is_named_with_its_node(memory: MemoryOfNodes, 
     assert not write.has_ended()
     writer.kill()
     [name] = [each.name for each in alive_nodes()]
-    with pytest.raises(CheckpointError, match=f"could not be written by node {name}: the process that writes there was killed"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"could not be written by node {name}: the process that writes there was killed",
+    ):
         write.wait(LONGEST_S)
     assert write.has_ended() and not place.exists()
 
 
 @slow
-def test_what_takes_too_long_is_ended(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
+def test_what_takes_too_long_is_ended(
+    memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path
+) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)
     writer = writer_of(checkpoint_dir, node)

@@ -32,7 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(local_ray: int, model: Path) -> Iterator[Policy]:
-    """TP2 x DP2 on Ray. Twenty seconds, for Ray and four workers that import Megatron; every test of this file uses it."""
+    """TP2 x DP2 on Ray. Twenty seconds, for Ray and four workers that import Megatron; every test of this
+    file uses it."""
     cluster = RayVirtualCluster([4], use_gpus=False, name="policy")
     policy = Policy(cluster, policy_config(model, tp=2), None, seed=3)
     yield policy
@@ -53,7 +54,9 @@ def test_logprobs_keep_the_order_of_uneven_batches(policy: Policy, model: Path) 
         assert not shown[mask == 0].any()
 
 
-def test_training_reports_the_true_loss_and_leaves_the_reference_alone(policy: Policy, model: Path, tmp_path: Path) -> None:
+def test_training_reports_the_true_loss_and_leaves_the_reference_alone(
+    policy: Policy, model: Path, tmp_path: Path
+) -> None:
     batch = BatchedDataDict(make_batch(16, 12, seed=1))
     policy.prepare_for_lp_inference()
     before = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
@@ -83,12 +86,16 @@ def test_memory_is_that_of_the_fullest_worker(policy: Policy) -> None:
     assert figures["memory_gib"] <= figures["peak_memory_gib"] < 16
 
 
-def test_preparations_and_memory_travel_with_training(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparations_and_memory_travel_with_training(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One message to each worker where there were three; alone on its devices, see the next test."""
     started: list[tuple[str, list[str]]] = []
     start = policy.worker_group._start
     monkeypatch.setattr(
-        policy.worker_group, "_start", lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before)
+        policy.worker_group,
+        "_start",
+        lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before),
     )
     batch = BatchedDataDict(make_batch(8, 12, seed=3))
     policy.offload_after_refit()
@@ -100,17 +107,23 @@ def test_preparations_and_memory_travel_with_training(policy: Policy, monkeypatc
     assert 0 < figures["memory_gib"] <= figures["peak_memory_gib"] < 16
     policy.prepare_for_lp_inference()
     assert policy.memory_figures().keys() == figures.keys()
-    assert started[1:] == [("get_gpu_info", ["prepare_for_lp_inference"])], "memory after a preparation is asked for anew"
+    assert started[1:] == [("get_gpu_info", ["prepare_for_lp_inference"])], (
+        "memory after a preparation is asked for anew"
+    )
     policy.train(batch, NLLLoss(), eval_mode=True)
     policy.memory_figures()
     assert [method for method, _ in started[2:]] == ["train", "get_gpu_info"]
 
 
-def test_preparations_are_over_at_once_where_others_share_the_devices(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparations_are_over_at_once_where_others_share_the_devices(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy.worker_group.cluster, "max_colocated_worker_groups", 2)
     started: list[str] = []
     start = policy.worker_group._start
-    monkeypatch.setattr(policy.worker_group, "_start", lambda method, *rest: started.append(method) or start(method, *rest))
+    monkeypatch.setattr(
+        policy.worker_group, "_start", lambda method, *rest: started.append(method) or start(method, *rest)
+    )
     policy.prepare_for_lp_inference()
     policy.prepare_for_training()
     assert policy.prepare_for_generation()
@@ -129,7 +142,9 @@ def test_checkpoint_round_trip_on_live_workers(policy: Policy, tmp_path: Path) -
 
 
 def test_another_process_reads_the_weights_of_each_step(policy: Policy) -> None:
-    receiver = WeightReceiver(Manifest.from_description(policy.prepare_refit_info() or {}), torch.device("cpu"))
+    receiver = WeightReceiver(
+        Manifest.from_description(policy.prepare_refit_info() or {}), torch.device("cpu")
+    )
     before: dict[str, torch.Tensor] = {}
     for _ in range(2):
         policy.prepare_for_training()
@@ -142,7 +157,11 @@ def test_another_process_reads_the_weights_of_each_step(policy: Policy) -> None:
         version = receiver.version
         policy.offload_after_refit()
         assert set(received) == set(policy.prepare_info_for_collective() or {})
-        assert all(not torch.equal(tensor, received[name]) for name, tensor in before.items() if name.endswith("proj.weight"))
+        assert all(
+            not torch.equal(tensor, received[name])
+            for name, tensor in before.items()
+            if name.endswith("proj.weight")
+        )
         before = received
     assert version is not None and version >= 2
     receiver.close()
@@ -154,7 +173,9 @@ def test_export_is_what_the_policy_computes(policy: Policy, tmp_path: Path) -> N
     policy.prepare_for_lp_inference()
     policy.export_hf(tmp_path / "hf")
     expected = policy.get_logprobs(batch)["logprobs"]
-    torch.testing.assert_close(reference.logprobs(reference.load(tmp_path / "hf"), batch), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        reference.logprobs(reference.load(tmp_path / "hf"), batch), expected, atol=1e-5, rtol=0
+    )
 
 
 def broken(change: dict[str, Any]) -> BatchedDataDict[Any]:
@@ -177,7 +198,9 @@ def broken(change: dict[str, Any]) -> BatchedDataDict[Any]:
         (BatchedDataDict(make_batch(8, 70)), "max_total_sequence_length = 64"),
     ],
 )
-def test_bad_batches_are_refused_on_the_driver(policy: Policy, data: BatchedDataDict[Any], message: str) -> None:
+def test_bad_batches_are_refused_on_the_driver(
+    policy: Policy, data: BatchedDataDict[Any], message: str
+) -> None:
     with pytest.raises(BatchError, match=message):
         policy.train(data, NLLLoss())
 
@@ -205,15 +228,24 @@ def test_a_batch_that_is_not_finite_is_named_by_its_rows(policy: Policy) -> None
     result = policy.train(BatchedDataDict(batch), nonfinite_jobs.PoisonedLoss("gradient"))
     (skipped,) = result["skipped"]
     assert (skipped["global_batch"], skipped["rows"]) == (0, [0, 8])
-    assert {tuple(place["rows"]) for place in skipped["seen"]} == {(4, 5)}, "rows of the whole batch, not of a replica"
+    assert {tuple(place["rows"]) for place in skipped["seen"]} == {(4, 5)}, (
+        "rows of the whole batch, not of a replica"
+    )
     assert {place["data_rank"] for place in skipped["seen"]} == {1}
     metrics = step_metrics(result, NLLLoss())
     assert metrics["skipped_steps"] == 1.0, "steps, not replicas"
     assert math.isnan(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    assert step_metrics(policy.train(BatchedDataDict(make_batch(8, 11, seed=6)), NLLLoss()), NLLLoss())["skipped_steps"] == 0.0
+    assert (
+        step_metrics(policy.train(BatchedDataDict(make_batch(8, 11, seed=6)), NLLLoss()), NLLLoss())[
+            "skipped_steps"
+        ]
+        == 0.0
+    )
 
 
-def test_a_tokenizer_that_is_not_there_is_missed_before_anything_is_written(policy: Policy, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_there_is_missed_before_anything_is_written(
+    policy: Policy, tmp_path: Path
+) -> None:
     policy.prepare_for_training()
     with pytest.raises(StateError, match=r"built without a tokenizer; leave the path out"):
         policy.save_checkpoint(tmp_path / "weights", tokenizer_path=tmp_path / "tokenizer")
@@ -233,7 +265,9 @@ def test_a_policy_that_was_shut_down_says_so(policy: Policy, tmp_path: Path) -> 
         policy.prepare_for_training,
     ]
     for call in calls:
-        with pytest.raises(StateError, match=r"the workers of this group were shut down. Fix: make a new policy"):
+        with pytest.raises(
+            StateError, match=r"the workers of this group were shut down. Fix: make a new policy"
+        ):
             call()
     assert policy.shutdown() and not list(tmp_path.iterdir())
 
@@ -241,7 +275,8 @@ def test_a_policy_that_was_shut_down_says_so(policy: Policy, tmp_path: Path) -> 
 @slow
 @pytest.mark.parametrize("batching", ["dynamic", "packed"])
 def test_batches_by_tokens_in_context_parallel_replicas(local_ray: int, model: Path, batching: str) -> None:
-    """CP2 x DP2: any number of rows for log-probabilities, in their order; the loss of a training step is the true one."""
+    """CP2 x DP2: any number of rows for log-probabilities, in their order; the loss of a training step is the
+    true one."""
     cluster = RayVirtualCluster([4], use_gpus=False, name=f"policy-{batching}")
     config = policy_config(model, cp=2, multiple=4, batching=batching, max_length=20)
     policy = Policy(cluster, config, None, init_reference_model=False)

@@ -1,4 +1,5 @@
-"""Workers of the policy's own backend that only generate, on real Ray: refitted from other layouts, checked for the weights they serve."""
+"""Workers of the policy's own backend that only generate, on real Ray: refitted from other layouts, checked
+for the weights they serve."""
 
 from __future__ import annotations
 
@@ -30,13 +31,19 @@ class Pair:
         model = make_tiny(directory / family, family, tied=False, layers=4)
         apart = {"colocated": {"enabled": False}, "engine_cfg": {"tensor_parallel_size": tensor}}
         config = policy_config(model, generation=apart, **layout)
-        self.clusters = [RayVirtualCluster([2], use_gpus=False, name=name) for name in ("trains", "generates")]
+        self.clusters = [
+            RayVirtualCluster([2], use_gpus=False, name=name) for name in ("trains", "generates")
+        ]
         self.policy = Policy(self.clusters[0], config, None, seed=3)
         section = engine_policy(self.policy.cfg, 2)
-        self.engines = PolicyEngines(lambda: Policy(self.clusters[1], section, None, "generation", init_optimizer=False))
+        self.engines = PolicyEngines(
+            lambda: Policy(self.clusters[1], section, None, "generation", init_optimizer=False)
+        )
         self.refit = Refit(self.policy, self.engines, colocated=False)
         precision = config["precision"]
-        self.check = ServedCheck({"sequences": 3, "on_difference": "stop"}, self.policy, self.engines, precision, seed=5)
+        self.check = ServedCheck(
+            {"sequences": 3, "on_difference": "stop"}, self.policy, self.engines, precision, seed=5
+        )
         self.check.remember(BatchedDataDict(make_batch(7, 11, seed=2)), 1)
 
     def change_the_policy(self) -> None:
@@ -57,7 +64,9 @@ class Pair:
     params=[("qwen2", 2, {"tp": 1, "pp": 2}), ("qwen3_moe", 1, {"tp": 1, "ep": 2})],
     ids=["stages to tensor parallel", "divided experts to copies"],
 )
-def pair(request: pytest.FixtureRequest, local_ray: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, local_ray: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     family, tensor, layout = request.param
     made = Pair(tmp_path_factory.mktemp("engines"), family, tensor, **layout)
     yield made

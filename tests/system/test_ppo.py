@@ -1,5 +1,5 @@
-"""PPO as a whole program on Megatron, actor and critic in turns on the same ranks: it runs in one layout as in another, and killed at
-random moments it ends with both models as if nobody had disturbed it."""
+"""PPO as a whole program on Megatron, actor and critic in turns on the same ranks: it runs in one layout as
+in another, and killed at random moments it ends with both models as if nobody had disturbed it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, material: Material, launches
 def files_of(run_dir: Path, role: str) -> dict[str, bytes]:
     """Weights and optimizer state of a role in the last checkpoint."""
     directory = run_dir / "checkpoints" / f"step_{STEPS}" / role
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(directory.rglob("*.distcp"))}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*.distcp"))
+    }
 
 
 @slow
@@ -77,7 +80,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         }
     },
     "critic-divided-otherwise": {
-        "critic": {"train_micro_batch_size": 2, "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}}
+        "critic": {
+            "train_micro_batch_size": 2,
+            "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
+        }
     },
     **ON_TORCH,
 }
@@ -85,7 +91,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_layout_has_the_same_curves(layout: str, whole: Path, tmp_path: Path, material: Material, launches: Launches) -> None:
+def test_another_layout_has_the_same_curves(
+    layout: str, whole: Path, tmp_path: Path, material: Material, launches: Launches
+) -> None:
     """To rounding: the same tokens are drawn, and so the same rewards."""
     import yaml
 
@@ -96,7 +104,18 @@ def test_another_layout_has_the_same_curves(layout: str, whole: Path, tmp_path: 
     for ours, theirs in zip(comparable(other), comparable(whole), strict=True):
         for name in ("train/reward", "validation/accuracy", "train/num_tokens", "train/truncated"):
             assert ours.get(name) == theirs.get(name), (ours["step"], name)
-        for name in ("loss", "grad_norm", "critic_loss", "critic_grad_norm", "critic_values_mean", "explained_variance", "advantages_max"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "critic_loss",
+            "critic_grad_norm",
+            "critic_values_mean",
+            "explained_variance",
+            "advantages_max",
+        ):
             # the actor has no loss while the critic is warmed up
             expected = theirs.get(f"train/{name}")
-            assert ours.get(f"train/{name}") == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5)), (ours["step"], name)
+            assert ours.get(f"train/{name}") == (expected and pytest.approx(expected, rel=1e-4, abs=1e-5)), (
+                ours["step"],
+                name,
+            )

@@ -1,4 +1,5 @@
-"""The quickstart's task with a tool, and its first one by adapters and by a hybrid, from a fresh model to the summary."""
+"""The quickstart's task with a tool, and its first one by adapters and by a hybrid, from a fresh model to the
+summary."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.tiers import slow
 def summary_of(out: Path, flag: str, value: str) -> dict[str, Any]:
     """The summary of a quickstart with one flag, whose exported model answers plain transformers alike."""
     command = [sys.executable, "-m", "megarl.quickstart", flag, value, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     summary: dict[str, Any] = json.loads((out / f"{value}-seed-1" / "summary.json").read_text())
     assert abs(summary["accuracy_transformers"] - summary["accuracy_after"]) <= 1 / 256
@@ -25,7 +28,10 @@ def summary_of(out: Path, flag: str, value: str) -> dict[str, Any]:
 @slow
 def test_a_tiny_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, "--task", "calculator")
-    assert summary["accuracy_without_tool"] < 0.3 and summary["accuracy_before"] < 0.5 < 0.9 < summary["accuracy_after"]
+    assert (
+        summary["accuracy_without_tool"] < 0.3
+        and summary["accuracy_before"] < 0.5 < 0.9 < summary["accuracy_after"]
+    )
     assert summary["tool_calls"] > 0.9
     metrics = tmp_path / "calculator-seed-1" / "grpo" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -1,5 +1,5 @@
-"""A real Ray whose processes hang, are killed or are stopped while it starts or ends, and one that runs when the data are refused: an error
-in time, and no process left."""
+"""A real Ray whose processes hang, are killed or are stopped while it starts or ends, and one that runs when
+the data are refused: an error in time, and no process left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
         with pytest.raises(DeadlineError, match=r"a local Ray with 2 slots did not start .* Fix: "):
             ray_runtime.init_ray(num_cpus=2)
     local = ray_runtime._Local.present
-    assert local is not None and list(local.directory.glob("session_*/logs")), "the logs that the message names"
+    assert local is not None and list(local.directory.glob("session_*/logs")), (
+        "the logs that the message names"
+    )
     assert "waiting at most 12 s for its processes (gcs_server, raylet" in caplog.text
     assert "trying once more, with new processes" in caplog.text
     # the keeper of its directory ends with this process
@@ -75,7 +77,9 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
 
 
 @slow
-def test_a_control_process_that_is_killed_while_ray_starts_ends_the_launch_with_a_word(tmp_path: Path) -> None:
+def test_a_control_process_that_is_killed_while_ray_starts_ends_the_launch_with_a_word(
+    tmp_path: Path,
+) -> None:
     """Ray itself would wait for it for a minute, in C++, and then end the driver with exit code 1."""
     material = make_material(tmp_path / "material", teach=False)
     launches = Launches()
@@ -84,7 +88,9 @@ def test_a_control_process_that_is_killed_while_ray_starts_ends_the_launch_with_
         found: dict[str, int] = {}
 
         def starts() -> bool:
-            found.update({os.path.basename(words.split(" ")[0]): pid for pid, words in launch.processes().items()})
+            found.update(
+                {os.path.basename(words.split(" ")[0]): pid for pid, words in launch.processes().items()}
+            )
             return {"gcs_server", "raylet"} <= found.keys()
 
         launch.await_moment(starts)
@@ -92,9 +98,15 @@ def test_a_control_process_that_is_killed_while_ray_starts_ends_the_launch_with_
         assert launch.finish() == 4, launch.output()
         assert f"while Ray started: {CONTROL}, process {found['gcs_server']}, is gone" in launch.output()
         [recorded] = read_launches(launch.run_dir)
-        assert (recorded.outcome or "").startswith("WorkerLostError: while Ray started") and recorded.first_step is None
+        assert (recorded.outcome or "").startswith(
+            "WorkerLostError: while Ray started"
+        ) and recorded.first_step is None
         assert recorded.end is not None and recorded.end - recorded.start < ray_runtime.INIT_SECONDS
-        launch.await_moment(lambda: not any("raylet" in words or "gcs_server" in words for words in launch.processes().values()))
+        launch.await_moment(
+            lambda: (
+                not any("raylet" in words or "gcs_server" in words for words in launch.processes().values())
+            )
+        )
     finally:
         launches.close()
 
@@ -133,7 +145,11 @@ def test_nothing_runs_after_data_are_refused(tmp_path: Path) -> None:
     data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n{broken\n")
     launches = Launches()
     try:
-        launch = launches.start(write_config(tmp_path / "run.yaml", "grpo", material), tmp_path / "run", [f"data.train.path={data}"])
+        launch = launches.start(
+            write_config(tmp_path / "run.yaml", "grpo", material),
+            tmp_path / "run",
+            [f"data.train.path={data}"],
+        )
         seen: set[str] = set()
         while launch.process.poll() is None:
             seen.update(launch.processes().values())

@@ -1,5 +1,5 @@
-"""The recipes on public data run whole on real Ray and Megatron with two ranks, on tiny models and rows of the published form of their
-sets."""
+"""The recipes on public data run whole on real Ray and Megatron with two ranks, on tiny models and rows of
+the published form of their sets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ def test_a_recipe_runs_whole_on_two_ranks(recipe: str, local_ray: int, tmp_path:
     assert run(small(recipe, model, tmp_path, ranks=2)) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "train/loss" in row]
-    assert [row["step"] for row in trained] == [1, STEPS] and all(math.isfinite(row["train/grad_norm"]) for row in trained)
+    assert [row["step"] for row in trained] == [1, STEPS] and all(
+        math.isfinite(row["train/grad_norm"]) for row in trained
+    )
     key = "validation/accuracy" if recipe.startswith(("grpo", "ppo")) else "validation/loss"
     assert all(math.isfinite(row[key]) for row in rows if key in row) and key in rows[-1]
     before, after = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, tmp_path / "run" / "hf" / f"step_{STEPS}")
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (model, tmp_path / "run" / "hf" / f"step_{STEPS}")
     )
     assert before.config.model_type == after.config.model_type
     # a model that is never right learns nothing from rewards alone, and all of it from conversations
-    changed = any(not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True))
+    changed = any(
+        not torch.equal(one, other)
+        for one, other in zip(before.parameters(), after.parameters(), strict=True)
+    )
     assert changed or recipe.startswith(("grpo", "ppo"))

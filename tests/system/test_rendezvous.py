@@ -1,4 +1,5 @@
-"""Meeting over a port that is bound once and kept: many groups at once while others grab every port they can, and wrong members."""
+"""Meeting over a port that is bound once and kept: many groups at once while others grab every port they can,
+and wrong members."""
 
 from __future__ import annotations
 
@@ -78,8 +79,14 @@ if __name__ == "__main__":
 def test_twenty_groups_at_once_do_not_collide(tmp_path: Path) -> None:
     script = tmp_path / "many_groups.py"
     script.write_text(MANY_GROUPS)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.stdout.strip() == "failed: 0", result.stderr[-4000:]
 
 
@@ -128,7 +135,10 @@ def test_who_comes_before_rank_0_does_not_decide_whose_group_it_is() -> None:
 def test_a_rank_0_that_does_not_come_is_named() -> None:
     store = membership_store()
     store.set_timeout(datetime.timedelta(milliseconds=10))
-    with pytest.raises(DeadlineError, match=r"rank 1 at 127\.0\.0\.1:1 failed: rank 0 did not say its run_id .*see why rank 0 stopped"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"rank 1 at 127\.0\.0\.1:1 failed: rank 0 did not say its run_id .*see why rank 0 stopped",
+    ):
         check_membership(store, Endpoint("127.0.0.1", 1, "a"), 1, 3)
 
 
@@ -151,7 +161,9 @@ def test_a_process_of_another_run_is_turned_away_before_any_group_is_made() -> N
         "os._exit(0)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    result = subprocess.run([sys.executable, "-u", "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-u", "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert "rank 1 came with another run id" in result.stdout, result.stdout + result.stderr[-3000:]
 
 
@@ -167,7 +179,9 @@ def test_a_foreign_address_cannot_be_bound() -> None:
         "import sys; assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stderr
     assert "'198.51.100.7' cannot be bound" in lines[0]
@@ -184,5 +198,7 @@ def test_under_torchrun_the_environment_says_where_to_meet() -> None:
     )
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.stdout.strip() == "1", result.stderr

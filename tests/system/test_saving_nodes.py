@@ -1,5 +1,6 @@
-"""Runs over two nodes of Ray whose checkpoints wait in the memory of both while training goes on: the same bytes on the disk, and whoever
-dies leaves nothing in memory, and no checkpoint that is not whole. The nodes are on this host, so that their places in memory differ."""
+"""Runs over two nodes of Ray whose checkpoints wait in the memory of both while training goes on: the same
+bytes on the disk, and whoever dies leaves nothing in memory, and no checkpoint that is not whole. The nodes
+are on this host, so that their places in memory differ."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class Nodes:
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*PROGRAM, "cluster"], cwd=ROOT, env=variables(), stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(
+            [*PROGRAM, "cluster"], cwd=ROOT, env=variables(), stdin=pipe, stdout=pipe, text=True
+        )
         self.address = self._answer("address").split()[1]
 
     def tell(self, what: str) -> None:
@@ -69,7 +72,11 @@ class Nodes:
         arguments = [mode, str(config), str(run_dir), *ON_TWO_NODES, *overrides]
         with run_dir.with_name(f"{run_dir.name}.log").open("a") as log:
             return subprocess.Popen(
-                [*PROGRAM, "train", *arguments], cwd=ROOT, env=variables(RAY_ADDRESS=self.address), stdout=log, stderr=subprocess.STDOUT
+                [*PROGRAM, "train", *arguments],
+                cwd=ROOT,
+                env=variables(RAY_ADDRESS=self.address),
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
 
@@ -85,14 +92,18 @@ def nodes() -> Iterator[Nodes]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, material: Material) -> Path:
     checkpointing = {"save_period": 1, "keep_top_k": None, "async_save": True}
-    return write_config(tmp_path_factory.mktemp("nodes") / "run.yaml", "sft", material, checkpointing=checkpointing)
+    return write_config(
+        tmp_path_factory.mktemp("nodes") / "run.yaml", "sft", material, checkpointing=checkpointing
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(nodes: Nodes, config: Path) -> Path:
     """A run that nobody disturbs and that waits for each checkpoint."""
     run_dir = config.with_name("whole")
-    assert nodes.train("plain", config, run_dir, "checkpointing.async_save=false").wait(LONGEST_WAIT_S) == 0, said_by(run_dir)
+    assert (
+        nodes.train("plain", config, run_dir, "checkpointing.async_save=false").wait(LONGEST_WAIT_S) == 0
+    ), said_by(run_dir)
     assert checkpoints(run_dir) == STEPS_OF_RUN and not places(run_dir)
     return run_dir
 
@@ -115,16 +126,23 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def check_bytes(one: Path, other: Path) -> None:
-    """Two checkpoints are the same, but for what says how they were written; in the index that is a path and a random number."""
+    """Two checkpoints are the same, but for what says how they were written; in the index that is a path and
+    a random number."""
     own = {MANIFEST_NAME, "config.yaml", METADATA_FILE}
-    here, there = ({path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()} for root in (one, other))
+    here, there = (
+        {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+        for root in (one, other)
+    )
     assert here.keys() == there.keys() and len(here) > 15
     for name, path in here.items():
         if path.name not in own:
             assert path.read_bytes() == there[name].read_bytes(), name
         elif path.name == METADATA_FILE:
             indices = [read_plain_index(root / Path(name).parent) for root in (one, other)]
-            assert indices[0].state_dict_metadata == indices[1].state_dict_metadata and indices[0].storage_data == indices[1].storage_data
+            assert (
+                indices[0].state_dict_metadata == indices[1].state_dict_metadata
+                and indices[0].storage_data == indices[1].storage_data
+            )
 
 
 def check_nothing_in_memory(run_dir: Path) -> None:
@@ -147,17 +165,30 @@ def await_lines(run: subprocess.Popen[str], run_dir: Path, count: int) -> None:
 def test_each_node_writes_its_own_files_and_they_are_those_of_a_save_that_is_waited_for(
     nodes: Nodes, config: Path, whole: Path, tmp_path: Path
 ) -> None:
-    assert nodes.train("plain", config, tmp_path / "run").wait(LONGEST_WAIT_S) == 0, said_by(tmp_path / "run")[-5000:]
+    assert nodes.train("plain", config, tmp_path / "run").wait(LONGEST_WAIT_S) == 0, said_by(
+        tmp_path / "run"
+    )[-5000:]
     told = places(tmp_path / "run")
-    assert [each["checkpoint"] for each in told] == ["tmp_step_1", "tmp_step_2", "tmp_step_3"], "the last one is waited for anyway"
+    assert [each["checkpoint"] for each in told] == ["tmp_step_1", "tmp_step_2", "tmp_step_3"], (
+        "the last one is waited for anyway"
+    )
     for each in told:
         files = each["files"]
         assert files.keys() == {"n1", "n2"} and not set(files["n1"]) & set(files["n2"])
         for part in ("weights", "optimizer"):
-            shards = {node: [name for name in names if name.startswith(f"policy/{part}/__")] for node, names in files.items()}
-            described = {node: [description_name(f"policy/{part}/__{rank}_0.distcp")] for rank, node in enumerate(("n1", "n2"))}
+            shards = {
+                node: [name for name in names if name.startswith(f"policy/{part}/__")]
+                for node, names in files.items()
+            }
+            described = {
+                node: [description_name(f"policy/{part}/__{rank}_0.distcp")]
+                for rank, node in enumerate(("n1", "n2"))
+            }
             assert shards == described
-        assert "policy/weights/.metadata" in files["n1"] and "policy/optimizer/rng_00001.safetensors" in files["n2"]
+        assert (
+            "policy/weights/.metadata" in files["n1"]
+            and "policy/optimizer/rng_00001.safetensors" in files["n2"]
+        )
     assert checkpoints(tmp_path / "run") == STEPS_OF_RUN
     for name in STEPS_OF_RUN:
         check_bytes(tmp_path / "run" / "checkpoints" / name, whole / "checkpoints" / name)
@@ -165,7 +196,9 @@ def test_each_node_writes_its_own_files_and_they_are_those_of_a_save_that_is_wai
     check_nothing_in_memory(tmp_path / "run")
 
 
-def test_a_node_whose_writer_dies_is_a_save_that_failed(nodes: Nodes, config: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_node_whose_writer_dies_is_a_save_that_failed(
+    nodes: Nodes, config: Path, whole: Path, tmp_path: Path
+) -> None:
     """Afterwards that node has no room in memory, so that the next save is waited for on both."""
     run_dir = tmp_path / "run"
     assert nodes.train("kill", config, run_dir).wait(LONGEST_WAIT_S) == 0, said_by(run_dir)[-5000:]
@@ -173,14 +206,22 @@ def test_a_node_whose_writer_dies_is_a_save_that_failed(nodes: Nodes, config: Pa
     assert [each["checkpoint"] for each in places(run_dir)] == ["tmp_step_1", "tmp_step_2"]
     check_bytes(run_dir / "checkpoints" / "step_3", whole / "checkpoints" / "step_3")
     killed = places(run_dir)[1]["other"]
-    assert f"tmp_step_2 could not be written by node {killed}: the process that writes there was killed" in said_by(run_dir)
-    assert "the checkpoint of step 2 could not be written" in said_by(run_dir) and "step_1 is the newest one" in said_by(run_dir)
+    assert (
+        f"tmp_step_2 could not be written by node {killed}: the process that writes there was killed"
+        in said_by(run_dir)
+    )
+    assert "the checkpoint of step 2 could not be written" in said_by(
+        run_dir
+    ) and "step_1 is the newest one" in said_by(run_dir)
     check_same(run_dir, whole)
     check_nothing_in_memory(run_dir)
 
 
-def test_killed_while_both_nodes_write_it_leaves_nothing_and_goes_on(nodes: Nodes, config: Path, whole: Path, tmp_path: Path) -> None:
-    """From a checkpoint that both have written before. Then it is asked to stop while both write, and goes on once more."""
+def test_killed_while_both_nodes_write_it_leaves_nothing_and_goes_on(
+    nodes: Nodes, config: Path, whole: Path, tmp_path: Path
+) -> None:
+    """From a checkpoint that both have written before. Then it is asked to stop while both write, and goes on
+    once more."""
     run_dir = tmp_path / "run"
     run = nodes.train("die", config, run_dir)
     await_lines(run, run_dir, 2)
@@ -193,14 +234,18 @@ def test_killed_while_both_nodes_write_it_leaves_nothing_and_goes_on(nodes: Node
     check_nothing_in_memory(run_dir)
     assert checkpoints(run_dir) == ["step_1", "tmp_step_2"]
     assert nodes.train("stop", config, run_dir).wait(LONGEST_WAIT_S) == STOPPED, said_by(run_dir)[-5000:]
-    assert "resumed after step 1" in said_by(run_dir) and checkpoints(run_dir) == STEPS_OF_RUN[:3], "what was in flight is waited for"
+    assert "resumed after step 1" in said_by(run_dir) and checkpoints(run_dir) == STEPS_OF_RUN[:3], (
+        "what was in flight is waited for"
+    )
     assert nodes.train("plain", config, run_dir).wait(LONGEST_WAIT_S) == 0, said_by(run_dir)[-5000:]
     assert "resumed after step 3" in said_by(run_dir) and checkpoints(run_dir) == STEPS_OF_RUN
     check_same(run_dir, whole)
     check_nothing_in_memory(run_dir)
 
 
-def test_a_node_that_is_lost_while_its_writer_is_at_work(nodes: Nodes, config: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_node_that_is_lost_while_its_writer_is_at_work(
+    nodes: Nodes, config: Path, whole: Path, tmp_path: Path
+) -> None:
     """The workers are built anew on another node, from the checkpoint before."""
     run_dir = tmp_path / "run"
     run = nodes.train("hold", config, run_dir, "++cluster.max_restarts=1")
@@ -213,10 +258,15 @@ def test_a_node_that_is_lost_while_its_writer_is_at_work(nodes: Nodes, config: P
     nodes.tell("add n3")
     assert run.wait(LONGEST_WAIT_S) == 0, said_by(run_dir)[-5000:]
     said = said_by(run_dir)
-    assert f"tmp_step_2 could not be written by node {told['other']}: " in said and "the checkpoint of step 2 could not be written" in said
+    assert (
+        f"tmp_step_2 could not be written by node {told['other']}: " in said
+        and "the checkpoint of step 2 could not be written" in said
+    )
     [restart] = read_launches(run_dir)[0].restarts
     assert restart.what == WORKERS and f"node {told['other']} is lost" in restart.reason and restart.step == 1
-    assert {name for each in places(run_dir)[2:] for name in each["files"]} == {"n1", "n2", "n3"} - {told["other"]}
+    assert {name for each in places(run_dir)[2:] for name in each["files"]} == {"n1", "n2", "n3"} - {
+        told["other"]
+    }
     assert read_rows(run_dir)[-1]["step"] == len(STEPS_OF_RUN) and checkpoints(run_dir) == STEPS_OF_RUN
     check_same(run_dir, whole)
     check_nothing_in_memory(run_dir)

@@ -1,4 +1,5 @@
-"""Virtual clusters over several Ray nodes: real Ray nodes, side by side on this host, in a process of its own."""
+"""Virtual clusters over several Ray nodes: real Ray nodes, side by side on this host, in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_nodes_that_are_too_small_or_too_few_are_refused(counts: str, seen: dict
 
 
 def test_neighbouring_ranks_share_a_node(seen: dict[str, Any]) -> None:
-    assert seen["ranks"] == [[node, str(index), str(local)] for index, node in enumerate(["n2", "n10"]) for local in range(4)]
+    assert seen["ranks"] == [
+        [node, str(index), str(local)] for index, node in enumerate(["n2", "n10"]) for local in range(4)
+    ]
 
 
 def test_a_lost_node_is_named(seen: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Real signals to real runs: a group that is told to end, Ctrl-C, a terminal that closes, a killed driver, a killed Ray, a time limit.
+"""Real signals to real runs: a group that is told to end, Ctrl-C, a terminal that closes, a killed driver, a
+killed Ray, a time limit.
 
 All of it is in the part ``signals``.
 """
@@ -49,7 +50,14 @@ def check_private(directory: Path) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700 and directory.stat().st_uid == os.getuid()
     if os.getuid() == 0:
         file = next(directory.glob("ray/session_*/sockets")) / "of-another-user"
-        touched = subprocess.run(["touch", file], user=OTHER_USER, group=OTHER_USER, extra_groups=[], capture_output=True, check=False)
+        touched = subprocess.run(
+            ["touch", file],
+            user=OTHER_USER,
+            group=OTHER_USER,
+            extra_groups=[],
+            capture_output=True,
+            check=False,
+        )
         assert touched.returncode != 0 and b"Permission denied" in touched.stderr, touched
 
 
@@ -67,11 +75,14 @@ def after_step_one(launch: Launch) -> Path:
 
 
 @slow
-def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, launches: Launches, tmp_path: Path) -> None:
-    """As from a launcher that ends all that it has started. The workers are not to hear of it before the run has saved.
+def test_a_signal_to_the_whole_group_saves_and_exits_75(
+    material: Material, launches: Launches, tmp_path: Path
+) -> None:
+    """As from a launcher that ends all that it has started. The workers are not to hear of it before the run
+    has saved.
 
-    The same run shows that nobody else can enter the directory of its Ray, that none of its processes reads a pickle but by Ray, and that
-    a secret of the environment is not shown when a worker says it.
+    The same run shows that nobody else can enter the directory of its Ray, that none of its processes reads a
+    pickle but by Ray, and that a secret of the environment is not shown when a worker says it.
     """
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE))
     watch = PickleWatch(tmp_path / "pickles")
@@ -86,17 +97,23 @@ def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, laun
     assert told, launch.output()[-5000:]
     assert saved_steps(tmp_path / "run") == [int(told[1])]
     assert not private.exists()
-    assert any("default_worker.py" in words for words in watch.watched()) and any("megarl.cli" in words for words in watch.watched())
+    assert any("default_worker.py" in words for words in watch.watched()) and any(
+        "megarl.cli" in words for words in watch.watched()
+    )
     found = watch.found()
     assert not found, "\n".join(found)[:20_000]
-    assert "logged: HF_PAT=***" in launch.output() and "printed: ***" in launch.output(), launch.output()[-5000:]
+    assert "logged: HF_PAT=***" in launch.output() and "printed: ***" in launch.output(), launch.output()[
+        -5000:
+    ]
     assert SECRET not in launch.output()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @slow
-def test_a_launch_that_is_told_to_end_while_its_workers_start_exits_75(material: Material, launches: Launches, tmp_path: Path) -> None:
+def test_a_launch_that_is_told_to_end_while_its_workers_start_exits_75(
+    material: Material, launches: Launches, tmp_path: Path
+) -> None:
     """The driver waits in a call of Ray then, out of which comes another exit code than went in."""
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE))
     launch = launches.start(config, tmp_path / "run", [])
@@ -125,18 +142,28 @@ def test_a_killed_driver_leaves_nothing(material: Material, launches: Launches, 
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material))
     launch = launches.start(config, tmp_path / "run")
     private = after_step_one(launch)
-    assert any("DashboardAgent" in words or "RuntimeEnvAgent" in words for words in launch.processes().values()), launch.processes()
+    assert any(
+        "DashboardAgent" in words or "RuntimeEnvAgent" in words for words in launch.processes().values()
+    ), launch.processes()
     launch.kill_when(lambda: True)
     assert not private.exists()
 
 
 @slow
-def test_interrupted_and_hung_up_it_ends_like_another(material: Material, launches: Launches, tmp_path: Path) -> None:
-    """Ctrl-C once, then a terminal that closes: the run is saved both times, and goes on as if nothing had been."""
-    undisturbed = launches.start(on_one_rank(write_config(tmp_path / "whole.yaml", "grpo", material)), tmp_path / "whole", MORE_STEPS)
+def test_interrupted_and_hung_up_it_ends_like_another(
+    material: Material, launches: Launches, tmp_path: Path
+) -> None:
+    """Ctrl-C once, then a terminal that closes: the run is saved both times, and goes on as if nothing had
+    been."""
+    undisturbed = launches.start(
+        on_one_rank(write_config(tmp_path / "whole.yaml", "grpo", material)), tmp_path / "whole", MORE_STEPS
+    )
     assert undisturbed.finish() == 0, undisturbed.output()[-5000:]
 
-    config, run_dir = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE)), tmp_path / "run"
+    config, run_dir = (
+        on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE)),
+        tmp_path / "run",
+    )
     interrupted = launches.start(config, run_dir, MORE_STEPS)
     private = after_step_one(interrupted)
     os.killpg(interrupted.process.pid, signal.SIGINT)
@@ -187,31 +214,44 @@ def hung_up(launches: Launches, config: Path, run_dir: Path, step: int) -> int:
 
 
 @slow
-def test_a_run_without_its_ray_ends_with_4_and_says_why(material: Material, launches: Launches, tmp_path: Path) -> None:
+def test_a_run_without_its_ray_ends_with_4_and_says_why(
+    material: Material, launches: Launches, tmp_path: Path
+) -> None:
     """Its control process is killed. Left to itself, Ray aborts the driver after a minute."""
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material))
     launch = launches.start(config, tmp_path / "run", ["grpo.max_num_steps=10000"])
     private = after_step_one(launch)
-    [server] = [pid for pid, words in launch.processes().items() if words.split(" ")[0].endswith("gcs_server")]
+    [server] = [
+        pid for pid, words in launch.processes().items() if words.split(" ")[0].endswith("gcs_server")
+    ]
     os.kill(server, signal.SIGKILL)
     begun = time.monotonic()
     assert launch.finish() == WorkerLostError.exit_code, launch.output()[-5000:]
     print(f"left, and nothing of it was there, {time.monotonic() - begun:.1f} s after the end of the GCS")
     assert "Ray's control process (GCS)" in launch.output() and "is gone" in launch.output()
     [recorded] = read_launches(tmp_path / "run")
-    assert recorded.end is not None and (recorded.outcome or "").startswith("WorkerLostError: Ray's control process (GCS)")
+    assert recorded.end is not None and (recorded.outcome or "").startswith(
+        "WorkerLostError: Ray's control process (GCS)"
+    )
     assert saved_steps(tmp_path / "run") and not private.exists()
 
 
 @slow
 @pytest.mark.parametrize("way", ["--stop-at", "SLURM_JOB_END_TIME"])
-def test_it_looks_ahead_to_its_time_limit(way: str, material: Material, launches: Launches, tmp_path: Path) -> None:
+def test_it_looks_ahead_to_its_time_limit(
+    way: str, material: Material, launches: Launches, tmp_path: Path
+) -> None:
     """Far more steps than fit: it saves and leaves before the time is over."""
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=10_000))
     limit = int(time.time()) + 60
-    options = ["--stop-at", time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(limit))] if way == "--stop-at" else []
+    options = (
+        ["--stop-at", time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(limit))] if way == "--stop-at" else []
+    )
     launch = launches.start(
-        config, tmp_path / "run", ["grpo.max_num_steps=10000", *options], {} if options else {"SLURM_JOB_END_TIME": str(limit)}
+        config,
+        tmp_path / "run",
+        ["grpo.max_num_steps=10000", *options],
+        {} if options else {"SLURM_JOB_END_TIME": str(limit)},
     )
     assert launch.finish() == STOPPED, launch.output()[-5000:]
     ended = read_launches(tmp_path / "run")[-1].end

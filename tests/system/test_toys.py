@@ -16,10 +16,14 @@ TOYS = ROOT / "tests" / "toys"
 
 
 @slow
-def test_a_program_of_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """REINFORCE on Megatron with two ranks, refitted by broadcast into transformers, in an environment that knows lengths.
+def test_a_program_of_toys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """REINFORCE on Megatron with two ranks, refitted by broadcast into transformers, in an environment that
+    knows lengths.
 
-    That the responses come from the newest weights shows in their log-probabilities, which are those that the policy computes.
+    That the responses come from the newest weights shows in their log-probabilities, which are those that the
+    policy computes.
     """
     material = make_material(tmp_path, teach=False)
     backend = f"{TOYS}/transformers_engine.py:KIND"

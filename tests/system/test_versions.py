@@ -1,7 +1,9 @@
-"""What version 0.1 wrote is read: a run of each of two backends goes on from its checkpoint, and a converted model verifies.
+"""What version 0.1 wrote is read: a run of each of two backends goes on from its checkpoint, and a converted
+model verifies.
 
-``tests/data/runs-0.1.tar.xz`` holds two runs of four steps of supervised fine-tuning at tensor parallel 2, made by version 0.1 (commit
-047aee1): what they had left after step 2, and as ``expected`` their rows and weights after step 4; and a conversion of their model.
+``tests/data/runs-0.1.tar.xz`` holds two runs of four steps of supervised fine-tuning at tensor parallel 2,
+made by version 0.1 (commit 047aee1): what they had left after step 2, and as ``expected`` their rows and
+weights after step 4; and a conversion of their model.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("dtensor", marks=slow)])
 def test_a_run_of_an_older_version_goes_on(backend: str, stored: Path) -> None:
-    # a program of its own: its paths are relative, and workers of a Ray that runs already would look for them elsewhere
+    # a program of its own: its paths are relative, and workers of a Ray that runs already would look for them
+    # elsewhere
     command = [sys.executable, "-m", "megarl", "train", f"{backend}.yaml"]
-    done = subprocess.run(command, env=env.snapshot() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=env.snapshot() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     expected, reached = rows(stored / "expected" / backend), rows(stored / backend)
     assert [row["step"] for row in reached] == [1, 2, 3, 4]
@@ -61,5 +66,8 @@ def test_a_conversion_of_an_older_version_verifies(stored: Path) -> None:
     assert convert(["verify", "conv", "model"]) == 0
     assert convert(["export", "conv", "back"]) == 0
     assert (stored / "back" / "model.safetensors").is_file()
-    there, here = load_file(stored / "model" / "model.safetensors"), load_file(stored / "back" / "model.safetensors")
+    there, here = (
+        load_file(stored / "model" / "model.safetensors"),
+        load_file(stored / "back" / "model.safetensors"),
+    )
     assert all(torch.equal(here[name], there[name]) for name in there)

@@ -42,7 +42,9 @@ def test_local_ray_listens_on_loopback_only_and_asks_for_a_token(local_ray: int)
         if connection.status == psutil.CONN_LISTEN
     }
     assert len(heard) > 2, heard
-    open_to_others = {item for item in heard if not ipaddress.ip_address(item[1].removeprefix("::ffff:")).is_loopback}
+    open_to_others = {
+        item for item in heard if not ipaddress.ip_address(item[1].removeprefix("::ffff:")).is_loopback
+    }
     assert not open_to_others
     assert is_single_host()
 
@@ -62,13 +64,17 @@ def test_whoever_has_not_the_token_does_not_enter(local_ray: int, has: str) -> N
     """From a process of the same machine, which reaches the loopback interface too."""
     variables = env.snapshot()
     if has != "the token":
-        variables = {name: value for name, value in variables.items() if not name.startswith("RAY_AUTH_")} | {"RAY_AUTH_MODE": "disabled"}
+        variables = {name: value for name, value in variables.items() if not name.startswith("RAY_AUTH_")} | {
+            "RAY_AUTH_MODE": "disabled"
+        }
     if has == "another token":
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     command = [sys.executable, "-c", ENTERS, ray.get_runtime_context().gcs_address]
     said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
     assert said.startswith("entered True" if has == "the token" else "refused"), said
-    assert has == "the token" or "nauthenticated" in said or "UNAUTHENTICATED" in said or "token" in said, said
+    assert has == "the token" or "nauthenticated" in said or "UNAUTHENTICATED" in said or "token" in said, (
+        said
+    )
 
 
 def test_init_ray_twice_keeps_the_first(local_ray: int) -> None:
@@ -99,8 +105,13 @@ def test_unified_group_and_colocated_bundles(local_ray: int) -> None:
 
 
 def test_too_many_bundles_say_what_is_missing(local_ray: int) -> None:
-    cluster = RayVirtualCluster([local_ray // 2 + 1], use_gpus=False, max_colocated_worker_groups=2, name="huge")
-    with pytest.raises(ResourceInsufficientError, match=rf"'huge' needs {local_ray + 2} CPUs.*has {local_ray}\..*num_cpus={local_ray + 2}"):
+    cluster = RayVirtualCluster(
+        [local_ray // 2 + 1], use_gpus=False, max_colocated_worker_groups=2, name="huge"
+    )
+    with pytest.raises(
+        ResourceInsufficientError,
+        match=rf"'huge' needs {local_ray + 2} CPUs.*has {local_ray}\..*num_cpus={local_ray + 2}",
+    ):
         cluster.get_placement_groups()
     assert issubclass(ResourceInsufficientError, ClusterError)
 
@@ -131,7 +142,10 @@ def test_places_in_use_pass_the_deadline_and_are_not_kept(local_ray: int) -> Non
         ({"bundle_ct_per_node_list": [0, 0]}, "at least one bundle"),
         ({"bundle_ct_per_node_list": [2, -1]}, ">= 0"),
         ({"bundle_ct_per_node_list": [3, 9]}, "num_gpus_per_node = 8"),
-        ({"bundle_ct_per_node_list": [1], "max_colocated_worker_groups": 0}, "max_colocated_worker_groups = 0"),
+        (
+            {"bundle_ct_per_node_list": [1], "max_colocated_worker_groups": 0},
+            "max_colocated_worker_groups = 0",
+        ),
         ({"bundle_ct_per_node_list": [1], "max_retries": 0}, "max_retries = 0"),
         ({"bundle_ct_per_node_list": [1], "placement_group_strategy": "TIGHT"}, "'TIGHT'.*SPREAD"),
     ],
@@ -154,8 +168,12 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
         ((0, 2, 5), True),
     ],
 )
-def test_places_are_counted_for_training_and_engines_together(local_ray: int, sizes: tuple[int, ...], enough: bool) -> None:
-    nodes = [RayNode(f"n{index}", f"id-{index}", {"CPU": size}, {"CPU": size}) for index, size in enumerate(sizes)]
+def test_places_are_counted_for_training_and_engines_together(
+    local_ray: int, sizes: tuple[int, ...], enough: bool
+) -> None:
+    nodes = [
+        RayNode(f"n{index}", f"id-{index}", {"CPU": size}, {"CPU": size}) for index, size in enumerate(sizes)
+    ]
     training, engines = (RayVirtualCluster(counts, use_gpus=False) for counts in ([2, 2], [3]))
     with nullcontext() if enough else pytest.raises(ResourceInsufficientError):
         left = engines.check_places(training.check_places(nodes))
@@ -216,7 +234,13 @@ def test_forwarded_environment_has_no_secrets_and_no_devices(tmp_path: Path) -> 
     }
     forwarded = forwarded_environment(given)
     path = forwarded.pop("PYTHONPATH").split(os.pathsep)
-    assert set(forwarded) == {"NCCL_DEBUG", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HOME", "CUDA_DEVICE_MAX_CONNECTIONS"}
+    assert set(forwarded) == {
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "TOKENIZERS_PARALLELISM",
+        "HF_HOME",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    }
     assert path[0] == str(Path(megarl.__file__).resolve().parents[1])
     assert str(tmp_path.resolve()) in path
     assert "/does/not/exist" not in path

@@ -1,4 +1,5 @@
-"""Real vLLM on real Ray actors, refitted by policies of every backend: it answers what transformers answers from the policy's export."""
+"""Real vLLM on real Ray actors, refitted by policies of every backend: it answers what transformers answers
+from the policy's export."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's attention on a CPU wants heads of 32 or more."""
-    return dense_model(tmp_path_factory.mktemp("vllm") / "qwen2", intermediate_size=112, num_hidden_layers=4, initializer_range=0.2)
+    return dense_model(
+        tmp_path_factory.mktemp("vllm") / "qwen2",
+        intermediate_size=112,
+        num_hidden_layers=4,
+        initializer_range=0.2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +133,8 @@ def test_answers_are_those_of_the_export_at_every_step(
 
 
 def check_answers(policy: Policy, colocated: VllmGeneration, apart: VllmGeneration, directory: Path) -> None:
-    """After some training steps and others, both answer what transformers answers from the export, other things each time."""
+    """After some training steps and others, both answer what transformers answers from the export, other
+    things each time."""
     info = policy.prepare_refit_info() or {}
     for generation in (colocated, apart):
         generation.prepare_refit_info(info)
@@ -158,17 +165,25 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
     """Log-probabilities are the policy's, and a row draws the same again wherever it stands in the batch."""
     seeded = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
     drawn = generation.generate(seeded)
-    check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
+    check = BatchedDataDict(
+        {"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]}
+    )
     positions = torch.arange(drawn["output_ids"].shape[1])
-    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (positions < drawn["unpadded_sequence_lengths"][:, None])
+    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (
+        positions < drawn["unpadded_sequence_lengths"][:, None]
+    )
     assert int(mask.sum()) == 3 * NEW
-    torch.testing.assert_close(policy.get_logprobs(check)["logprobs"][mask], drawn["logprobs"][mask], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        policy.get_logprobs(check)["logprobs"][mask], drawn["logprobs"][mask], atol=1e-4, rtol=0
+    )
     turned = BatchedDataDict({key: value.flip(0) for key, value in seeded.items()})
     assert rows_of(generation.generate(turned)) == rows_of(drawn)[::-1]
 
 
 @slow
-def test_prompts_that_no_engine_can_take_are_refused_on_the_driver(colocated: VllmGeneration, policy: Policy, model: Path) -> None:
+def test_prompts_that_no_engine_can_take_are_refused_on_the_driver(
+    colocated: VllmGeneration, policy: Policy, model: Path
+) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     for changes, message in BAD_PROMPTS:
@@ -182,13 +197,16 @@ def test_prompts_that_no_engine_can_take_are_refused_on_the_driver(colocated: Vl
 
 @slow
 def test_more_tokens_of_prompts_than_a_step_takes(colocated: VllmGeneration, policy: Policy) -> None:
-    """Rows draw by their seeds as they do alone. vLLM takes a prompt in pieces where it may, and draws anew behind each."""
+    """Rows draw by their seeds as they do alone. vLLM takes a prompt in pieces where it may, and draws anew
+    behind each."""
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     rows, width = 240, 48
     ids = torch.randint(3, VOCABULARY, (rows, width), generator=torch.Generator().manual_seed(3))
     seeds = torch.arange(rows) + 5
-    many = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((rows,), width), "sampling_seeds": seeds})
+    many = BatchedDataDict(
+        {"input_ids": ids, "input_lengths": torch.full((rows,), width), "sampling_seeds": seeds}
+    )
     few = BatchedDataDict({name: values[-8:] for name, values in many.items()})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     alone = rows_of(colocated.generate(few, greedy=False))
@@ -197,7 +215,9 @@ def test_more_tokens_of_prompts_than_a_step_takes(colocated: VllmGeneration, pol
 
 
 @slow
-def test_a_stream_goes_on_while_further_requests_come_and_not_beyond_a_refit(apart: VllmGeneration, policy: Policy) -> None:
+def test_a_stream_goes_on_while_further_requests_come_and_not_beyond_a_refit(
+    apart: VllmGeneration, policy: Policy
+) -> None:
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
     refit_policy_generation(policy, apart, colocated_inference=False)
@@ -215,13 +235,18 @@ def test_a_stream_goes_on_while_further_requests_come_and_not_beyond_a_refit(apa
     refit_policy_generation(policy, apart, colocated_inference=False)
     full = apart.requests([], 0, greedy=False, sampling=None)
     full.submit({0: Request(np.full(65, 5), 1)})
-    with pytest.raises(BatchError, match=r"65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64"):
+    with pytest.raises(
+        BatchError, match=r"65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64"
+    ):
         full.poll()
 
 
 @slow
-def test_requests_go_on_over_refits_with_the_tokens_that_they_have(apart: VllmGeneration, policy: Policy) -> None:
-    """A step of vLLM at a time, with the same weights again between any two: what comes out is as if nothing had been."""
+def test_requests_go_on_over_refits_with_the_tokens_that_they_have(
+    apart: VllmGeneration, policy: Policy
+) -> None:
+    """A step of vLLM at a time, with the same weights again between any two: what comes out is as if nothing
+    had been."""
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
     refit_policy_generation(policy, apart, colocated_inference=False)
@@ -242,15 +267,21 @@ def test_requests_go_on_over_refits_with_the_tokens_that_they_have(apart: VllmGe
     assert version > 1, "nothing was interrupted"
     for row, length in enumerate(PROMPTS["input_lengths"].tolist()):
         assert found[row].tokens.tolist() == rows_of(whole)[row][length:] and found[row].truncated
-        np.testing.assert_allclose(found[row].logprobs, whole["logprobs"][row, length : length + NEW].numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            found[row].logprobs, whole["logprobs"][row, length : length + NEW].numpy(), rtol=0, atol=1e-5
+        )
 
 
 @slow
-def test_rewards_begin_with_what_is_complete_and_the_batch_is_the_same(apart: VllmGeneration, policy: Policy, tmp_path: Path) -> None:
+def test_rewards_begin_with_what_is_complete_and_the_batch_is_the_same(
+    apart: VllmGeneration, policy: Policy, tmp_path: Path
+) -> None:
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
     refit_policy_generation(policy, apart, colocated_inference=False)
-    (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return len(response) + len(answer)\n")
+    (tmp_path / "mine.py").write_text(
+        "def reward(response, answer):\n    return len(response) + len(answer)\n"
+    )
     words = AutoTokenizer.from_pretrained(
         tokenizer_of_words(tmp_path / "words", [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))])
     )
@@ -282,11 +313,17 @@ def test_rewards_begin_with_what_is_complete_and_the_batch_is_the_same(apart: Vl
         if name == "generation_logprobs":
             torch.testing.assert_close(found.samples[name], column, rtol=0, atol=1e-5)
         else:
-            assert list(found.samples[name]) == list(column) if isinstance(column, list) else torch.equal(found.samples[name], column), name
+            assert (
+                list(found.samples[name]) == list(column)
+                if isinstance(column, list)
+                else torch.equal(found.samples[name], column)
+            ), name
 
 
 @slow
-def test_half_a_refit_is_never_served_and_the_next_one_works(colocated: VllmGeneration, policy: Policy) -> None:
+def test_half_a_refit_is_never_served_and_the_next_one_works(
+    colocated: VllmGeneration, policy: Policy
+) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     before = rows_of(colocated.generate(PROMPTS, greedy=True))
@@ -319,11 +356,16 @@ def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, 
             apart.worker_group.run_all_workers_single_data("generate", data=PROMPTS, greedy=True, version=7)
         )
     apart.loaded([0, None])
-    with pytest.raises(RefitError, match="engine 1 of 2 has no whole weights where version 0 was sent last: refit all engines"):
+    with pytest.raises(
+        RefitError,
+        match="engine 1 of 2 has no whole weights where version 0 was sent last: refit all engines",
+    ):
         apart.generate(PROMPTS)
     sending, receiving = policy.broadcast_weights_for_collective(), apart.update_weights_from_collective(3)
     policy.worker_group.get_all_worker_results(sending)
-    with pytest.raises(RefitError, match="the policy sent version 0 of its weights where version 3 was asked for"):
+    with pytest.raises(
+        RefitError, match="the policy sent version 0 of its weights where version 3 was asked for"
+    ):
         apart.generate(PROMPTS)
     with pytest.raises(RefitError, match="engine 0 of 2 has no whole weights where version 3 was sent last"):
         apart.generate(PROMPTS)
@@ -356,9 +398,13 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
 @slow
 def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_path: Path) -> None:
     """In the policy and in a real engine, which after them still answers what transformers answers."""
-    # what the C library keeps in pieces of tensors that were freed comes and goes by megabytes; so nothing of a tensor's size stays there
+    # what the C library keeps in pieces of tensors that were freed comes and goes by megabytes; so nothing of
+    # a tensor's size stays there
     exact = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    policy, generation = policy_of("megatron-tp2", model, **exact), engines(model, "hundred", colocated=True, **exact)
+    policy, generation = (
+        policy_of("megatron-tp2", model, **exact),
+        engines(model, "hundred", colocated=True, **exact),
+    )
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
     resident: dict[int, list[int]] = {}
     for number in range(1, 101):
@@ -367,7 +413,9 @@ def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_pat
         refit_policy_generation(policy, generation, colocated_inference=True)
         if number in (20, 60, 100):
             groups = policy.worker_group, generation.worker_group
-            resident[number] = [resident_bytes(process) for group in groups for process in processes_of(group)]
+            resident[number] = [
+                resident_bytes(process) for group in groups for process in processes_of(group)
+            ]
     policy.prepare_for_lp_inference()
     policy.export_hf(tmp_path / "out")
     assert rows_of(generation.generate(PROMPTS, greedy=True)) == greedy_answers(tmp_path / "out")
@@ -379,7 +427,9 @@ def test_a_hundred_refits_leave_memory_flat(local_ray: int, model: Path, tmp_pat
 
 
 @slow
-def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(apart: VllmGeneration, model: Path) -> None:
+def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(
+    apart: VllmGeneration, model: Path
+) -> None:
     with pytest.raises(RefitError, match="the refit info is not"):
         apart.prepare_refit_info({"weight": (2, 3)})
     apart.prepare_refit_info({"weight": ((2, 3), torch.float32)})
@@ -395,21 +445,31 @@ def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Pa
 
 @slow
 def test_the_engines_have_the_environment_of_their_section(colocated: VllmGeneration) -> None:
-    [environment] = colocated.worker_group.get_all_worker_results(colocated.worker_group.run_all_workers_single_data("environment"))
+    [environment] = colocated.worker_group.get_all_worker_results(
+        colocated.worker_group.run_all_workers_single_data("environment")
+    )
     assert environment["VLLM_CPU_CI_ENV"] == "1" and environment["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
 @slow
 @pytest.mark.parametrize("adapters_alone", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
-def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool, adapters_alone: bool) -> None:
-    """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a second launch goes on from
-    there and stops at a bound of no difference."""
+def test_grpo_from_a_configuration(
+    local_ray: int, model: Path, tmp_path: Path, shared: bool, adapters_alone: bool
+) -> None:
+    """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a
+    second launch goes on from there and stops at a bound of no difference."""
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)))
+    data.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"w{left} w{left + 1}", "answer": f"w{left + 2}"}) for left in range(9, 20)
+        )
+    )
     # the policy's tokenizer is elsewhere than its model
     bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
-    words = tokenizer_of_words(tmp_path / "tokenizer", [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    words = tokenizer_of_words(
+        tmp_path / "tokenizer", [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
+    )
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(bare, gbs=8, mbs=4, temperature=0.7)
     settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
@@ -460,7 +520,10 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
         assert 0 < row["train/mismatch_mean"] < 1e-5 and row["train/mismatch_share_above_0.05"] == 0
         assert row["train/token_mult_prob_error"] == pytest.approx(1 + row["train/mismatch_mean"], rel=1e-6)
         assert row["timing/refit_s"] > 0 and row["validation/samples"] == 18
-    checked, weights = validate_config(copy.deepcopy(config)), weights_to_evaluate(tmp_path / "run" / "checkpoints" / "step_2")
+    checked, weights = (
+        validate_config(copy.deepcopy(config)),
+        weights_to_evaluate(tmp_path / "run" / "checkpoints" / "step_2"),
+    )
     alone = result_of(evaluate(checked, weights), checked, weights)["metrics"]
     assert alone == {name: value for name, value in rows[1].items() if name.startswith("validation/")}
     if shared:
@@ -470,7 +533,9 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
 
 
 @slow
-@pytest.mark.parametrize("changes", [{"ep": 2}, {"tp": 2, "ep": 2, "sp": True, "multiple": 2}], ids=["ep2", "tp2-ep2"])
+@pytest.mark.parametrize(
+    "changes", [{"ep": 2}, {"tp": 2, "ep": 2, "sp": True, "multiple": 2}], ids=["ep2", "tp2-ep2"]
+)
 def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str, int]) -> None:
     path = tmp_path / "mixture"
     torch.manual_seed(4)
@@ -518,15 +583,18 @@ HYBRID = {
 
 @slow
 def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
-    """In bfloat16, vLLM's only dtype for gated delta nets on CPUs: log-probabilities are the policy's within its rounding, ten times
-    farther from those of older weights, and to the bit those of a new engine's first refit."""
+    """In bfloat16, vLLM's only dtype for gated delta nets on CPUs: log-probabilities are the policy's within
+    its rounding, ten times farther from those of older weights, and to the bit those of a new engine's first
+    refit."""
     model = make_tiny(tmp_path / "model", "qwen3_next", tied=False, seed=3, layers=4, **HYBRID)
     tokenizer_of_words(model, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
-    settings = policy_config(model, gbs=8, mbs=2, tp=2, sp=True, multiple=2, precision="bfloat16", lr=0.02) | {
-        "refit_buffer_size_gb": 0.0005
-    }
+    settings = policy_config(
+        model, gbs=8, mbs=2, tp=2, sp=True, multiple=2, precision="bfloat16", lr=0.02
+    ) | {"refit_buffer_size_gb": 0.0005}
     settings["generation"] |= SAMPLING
-    policy = Policy(RayVirtualCluster([2], use_gpus=False, name="hybrid"), settings, None, init_reference_model=False)
+    policy = Policy(
+        RayVirtualCluster([2], use_gpus=False, name="hybrid"), settings, None, init_reference_model=False
+    )
     made: list[VllmGeneration] = []
 
     def refitted(generation: VllmGeneration) -> tuple[torch.Tensor, torch.Tensor]:
@@ -535,7 +603,15 @@ def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
         return answers_of(policy, generation)
 
     def engine() -> VllmGeneration:
-        made.append(engines(model, f"hybrid-{len(made)}", colocated=True, changes={"precision": "bfloat16"}, arguments=NO_PREFIXES))
+        made.append(
+            engines(
+                model,
+                f"hybrid-{len(made)}",
+                colocated=True,
+                changes={"precision": "bfloat16"},
+                arguments=NO_PREFIXES,
+            )
+        )
         made[-1].prepare_refit_info(policy.prepare_refit_info() or {})
         return made[-1]
 
@@ -556,10 +632,16 @@ def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
 
 def answers_of(policy: Policy, generation: VllmGeneration) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of seeded answers, of the engine and of the policy."""
-    drawn = generation.generate(BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])}))
-    check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
+    drawn = generation.generate(
+        BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
+    )
+    check = BatchedDataDict(
+        {"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]}
+    )
     positions = torch.arange(drawn["output_ids"].shape[1])
-    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (positions < drawn["unpadded_sequence_lengths"][:, None])
+    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (
+        positions < drawn["unpadded_sequence_lengths"][:, None]
+    )
     return drawn["logprobs"][mask], policy.get_logprobs(check)["logprobs"][mask]
 
 
@@ -582,10 +664,14 @@ def train_and_refit(policy: Policy, refit: Refit, step: int) -> None:
     [(True, [2]), (False, [4]), (True, [1, 1]), (False, [1, 1, 1, 1])],
     ids=["one-colocated", "two-apart", "one-over-nodes", "two-over-nodes"],
 )
-def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: list[int]) -> None:
+def test_engines_of_two_ranks(
+    local_ray: int, model: Path, tmp_path: Path, shared: bool, places: list[int]
+) -> None:
     """On one node, or one rank on each of two."""
     policy = policy_of("megatron-tp2", model)
-    generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, changes=TENSOR)
+    generation = engines(
+        model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, changes=TENSOR
+    )
     refit = Refit(policy, generation, colocated=shared)
     for step in range(2):
         train_and_refit(policy, refit, step)
@@ -599,12 +685,17 @@ VOCABULARIES = {"odd-and-tied": (VOCABULARY, True), "even": (128, False)}
 
 @slow
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_ranks_of_an_engine_take_their_slices_with_the_bits_of_whole_weights(local_ray: int, tmp_path: Path, vocabulary: str) -> None:
+def test_ranks_of_an_engine_take_their_slices_with_the_bits_of_whole_weights(
+    local_ray: int, tmp_path: Path, vocabulary: str
+) -> None:
     """What vLLM's loaders are seen to read is what the count of bytes reckons with."""
     size, tied = VOCABULARIES[vocabulary]
     sizes = {"intermediate_size": 112, "num_hidden_layers": 3, "initializer_range": 0.2}
     model = dense_model(tmp_path / "model", vocab_size=size, tie_word_embeddings=tied, **sizes)
-    policy, generation = policy_of("megatron-tp2", model), engines(model, "slices", colocated=True, places=2, changes=TENSOR)
+    policy, generation = (
+        policy_of("megatron-tp2", model),
+        engines(model, "slices", colocated=True, places=2, changes=TENSOR),
+    )
     refit = Refit(policy, generation, colocated=True)
     seeded = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([5, 6, 7])})
     answers = []
@@ -636,21 +727,35 @@ def test_the_newer_model_runner_is_refused_without_a_triton_for_cpus(local_ray: 
 
     if HAS_TRITON:
         pytest.skip("Triton has a backend for CPUs here")
-    with pytest.raises(MegarlError, match="VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton"):
+    with pytest.raises(
+        MegarlError, match="VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton"
+    ):
         engines(model, "runner", colocated=True, VLLM_USE_V2_MODEL_RUNNER="1")
 
 
 @slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("runner", ["newer", "older"])
-def test_both_model_runners_are_refitted_and_answer_what_transformers_answers(tmp_path: Path, runner: str) -> None:
+def test_both_model_runners_are_refitted_and_answer_what_transformers_answers(
+    tmp_path: Path, runner: str
+) -> None:
     """The kernels of the newer one run in Triton's interpreter (``tests/system/model_runners.py``)."""
     newer = runner == "newer"
-    changes = {"VLLM_USE_V2_MODEL_RUNNER": str(int(newer)), "TRITON_INTERPRET": str(int(newer)), "MEGARL_DEVICE": "cpu"}
+    changes = {
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(newer)),
+        "TRITON_INTERPRET": str(int(newer)),
+        "MEGARL_DEVICE": "cpu",
+    }
     changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "tests.system.model_runners", str(tmp_path), runner]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env={**env.snapshot(), **changes}, capture_output=True, text=True, check=False, timeout=400
+        command,
+        cwd=Path(__file__).parents[2],
+        env={**env.snapshot(), **changes},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -658,37 +763,54 @@ def test_both_model_runners_are_refitted_and_answer_what_transformers_answers(tm
     assert found["greedy"][0] != found["greedy"][1] and max(found["error"]) < 1e-4
 
 
-SAME_PROMPT = BatchedDataDict({"input_ids": PROMPTS["input_ids"][:1].expand(6, -1).contiguous(), "input_lengths": torch.full((6,), 4)})
+SAME_PROMPT = BatchedDataDict(
+    {"input_ids": PROMPTS["input_ids"][:1].expand(6, -1).contiguous(), "input_lengths": torch.full((6,), 4)}
+)
 
 
 @slow
 @pytest.mark.parametrize("changes", [{}, TENSOR], ids=["one-rank", "two-ranks"])
-def test_fast_sampling_draws_by_the_seed_of_the_call(local_ray: int, model: Path, changes: dict[str, int]) -> None:
-    """The same again for the same seed, other tokens for another one and in each row, with the policy's log-probabilities."""
+def test_fast_sampling_draws_by_the_seed_of_the_call(
+    local_ray: int, model: Path, changes: dict[str, int]
+) -> None:
+    """The same again for the same seed, other tokens for another one and in each row, with the policy's
+    log-probabilities."""
     policy = policy_of("megatron-tp1", model)
     places = changes.get("tensor_parallel_size", 1)
-    generation = engines(model, "fast", colocated=True, places=places, changes={"fast_sampling": True, **changes})
+    generation = engines(
+        model, "fast", colocated=True, places=places, changes={"fast_sampling": True, **changes}
+    )
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
     policy.prepare_for_lp_inference()
     refit_policy_generation(policy, generation, colocated_inference=True)
     first, other, again = (
-        generation.generate(BatchedDataDict({**SAME_PROMPT, "sampling_seeds": torch.arange(6) + seed})) for seed in (11, 12, 11)
+        generation.generate(BatchedDataDict({**SAME_PROMPT, "sampling_seeds": torch.arange(6) + seed}))
+        for seed in (11, 12, 11)
     )
     assert rows_of(first) == rows_of(again) != rows_of(other)
     assert len(set(map(tuple, rows_of(first)))) > 1
     policy.prepare_for_lp_inference()
-    scored = policy.get_logprobs(BatchedDataDict({"input_ids": first["output_ids"], "input_lengths": first["unpadded_sequence_lengths"]}))
+    scored = policy.get_logprobs(
+        BatchedDataDict(
+            {"input_ids": first["output_ids"], "input_lengths": first["unpadded_sequence_lengths"]}
+        )
+    )
     torch.testing.assert_close(scored["logprobs"][:, 4:], first["logprobs"][:, 4:], atol=1e-4, rtol=0)
     assert generation.shutdown() and policy.shutdown()
 
 
 LONG = BatchedDataDict(
-    {"input_ids": (torch.arange(48)[None] * 7 % 90 + 3).expand(4, -1).contiguous(), "input_lengths": torch.full((4,), 48)}
+    {
+        "input_ids": (torch.arange(48)[None] * 7 % 90 + 3).expand(4, -1).contiguous(),
+        "input_lengths": torch.full((4,), 48),
+    }
 )
 
 
 @slow
-def test_keys_and_values_of_a_prompt_are_shared_and_forgotten_at_a_refit(local_ray: int, model: Path, tmp_path: Path) -> None:
+def test_keys_and_values_of_a_prompt_are_shared_and_forgotten_at_a_refit(
+    local_ray: int, model: Path, tmp_path: Path
+) -> None:
     """A prompt of more than a block of the cache, asked again with the same weights and with others."""
     policy, generation = policy_of("megatron-tp1", model), engines(model, "prefix", colocated=True)
     refit = Refit(policy, generation, colocated=True)
@@ -696,5 +818,9 @@ def test_keys_and_values_of_a_prompt_are_shared_and_forgotten_at_a_refit(local_r
         train_and_refit(policy, refit, step)
         policy.export_hf(tmp_path / str(step))
         expected = greedy_answers(tmp_path / str(step), LONG)
-        assert rows_of(generation.generate(LONG, greedy=True)) == rows_of(generation.generate(LONG, greedy=True)) == expected
+        assert (
+            rows_of(generation.generate(LONG, greedy=True))
+            == rows_of(generation.generate(LONG, greedy=True))
+            == expected
+        )
     assert generation.shutdown() and policy.shutdown()

@@ -1,4 +1,5 @@
-"""Adapters that go to vLLM by themselves: it answers what transformers answers from the policy's merged export, token for token."""
+"""Adapters that go to vLLM by themselves: it answers what transformers answers from the policy's merged
+export, token for token."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from tests.dist.batches import make_batch
 from tests.dist.peft_jobs import saved_by_peft
-from tests.system.vllm_engines import MAKE, POLICIES, PROMPTS, SAMPLING, dense_model, engines, greedy_answers, rows_of
+from tests.system.vllm_engines import (
+    MAKE,
+    POLICIES,
+    PROMPTS,
+    SAMPLING,
+    dense_model,
+    engines,
+    greedy_answers,
+    rows_of,
+)
 from tests.system.whole_runs import ROOT
 from tests.tiers import slow
 
@@ -44,7 +54,12 @@ LORA = {"enable_lora": True, "load_format": "auto"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dense_model(tmp_path_factory.mktemp("vllm") / "qwen2", intermediate_size=112, num_hidden_layers=4, initializer_range=0.2)
+    return dense_model(
+        tmp_path_factory.mktemp("vllm") / "qwen2",
+        intermediate_size=112,
+        num_hidden_layers=4,
+        initializer_range=0.2,
+    )
 
 
 def adapted_policy(name: str, model: Path, **peft: Any) -> Policy:
@@ -52,7 +67,9 @@ def adapted_policy(name: str, model: Path, **peft: Any) -> Policy:
     config = MAKE[backend](model, gbs=8, mbs=2, lr=0.02, **changes)
     config["generation"] |= {**SAMPLING, "backend": "vllm", "vllm_cfg": dict(LORA)}
     config["peft"] = {**PEFT, **peft}
-    return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
+    return Policy(
+        RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False
+    )
 
 
 def adapted_engines(model: Path, name: str, peft: dict[str, Any] = PEFT, **options: Any) -> VllmGeneration:
@@ -62,28 +79,47 @@ def adapted_engines(model: Path, name: str, peft: dict[str, Any] = PEFT, **optio
 
 @slow
 def test_factors_are_where_vllm_computes_with_them_or_the_refit_fails(model: Path, tmp_path: Path) -> None:
-    """With B = 0 each log-probability has the bits of the base's; then answers are those of PEFT's merged model, and nothing is left of
-    earlier factors."""
+    """With B = 0 each log-probability has the bits of the base's; then answers are those of PEFT's merged
+    model, and nothing is left of earlier factors."""
     adapter = saved_by_peft(model, tmp_path / "adapter", TARGETS)
     command = [sys.executable, "-m", "tests.system.adapter_engine", str(model), str(adapter)]
-    words = {"MEGARL_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **words})
+    words = {
+        "MEGARL_DEVICE": "cpu",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **words}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.strip().splitlines()[-1])
     # of 4 layers: query, key and value in one; output; gate and up in one; all but the last of an MLP
     assert said["bound"] == [12, 16]
     assert said["zero"] == said["base"] and said["again"] == said["trained"]
-    merged: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), adapter)
+    merged: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), adapter
+    )
     merged.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert said["trained"][0] == greedy_answers(tmp_path / "merged")
     assert len({str(said[name][0]) for name in ("base", "trained", "twice")}) == 3
-    assert "without the adapter of model.layers.0.cross_attn.o_proj" in said["no module"] and "(12 of 16 modules)" in said["no module"]
-    assert "without the adapter of model.layers.9." in said["some modules"] and "(4 of 20 modules)" in said["some modules"]
+    assert (
+        "without the adapter of model.layers.0.cross_attn.o_proj" in said["no module"]
+        and "(12 of 16 modules)" in said["no module"]
+    )
+    assert (
+        "without the adapter of model.layers.9." in said["some modules"]
+        and "(4 of 20 modules)" in said["some modules"]
+    )
 
 
 @slow
-@pytest.mark.parametrize(("name", "ranks"), [("megatron-tp2-pp2", 1), ("dtensor-tp2", 1), ("megatron-tp1", 2)])
-def test_answers_are_those_of_the_merged_export_at_every_step(local_ray: int, model: Path, tmp_path: Path, name: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("megatron-tp2-pp2", 1), ("dtensor-tp2", 1), ("megatron-tp1", 2)]
+)
+def test_answers_are_those_of_the_merged_export_at_every_step(
+    local_ray: int, model: Path, tmp_path: Path, name: str, ranks: int
+) -> None:
     """Colocated and apart; before the first step those of the base."""
     colocated = adapted_engines(model, "colocated", colocated=True, tensor_parallel=ranks, places=ranks)
     apart = adapted_engines(model, "apart", colocated=False)
@@ -105,12 +141,18 @@ def test_answers_are_those_of_the_merged_export_at_every_step(local_ray: int, mo
         policy.export_hf(tmp_path / str(steps))
         expected = greedy_answers(tmp_path / str(steps))
         for generation in (colocated, apart):
-            assert rows_of(generation.generate(PROMPTS, greedy=True)) == expected and generation.version == steps
+            assert (
+                rows_of(generation.generate(PROMPTS, greedy=True)) == expected and generation.version == steps
+            )
         answers.add(str(expected))
         drawn = apart.generate(BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 3, 5])}))
-        check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
+        check = BatchedDataDict(
+            {"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]}
+        )
         scored = policy.get_logprobs(check)["logprobs"]
-        torch.testing.assert_close(torch.where(drawn["logprobs"] != 0, scored, 0), drawn["logprobs"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.where(drawn["logprobs"] != 0, scored, 0), drawn["logprobs"], atol=1e-4, rtol=0
+        )
     assert len(answers) == len(REFITS_AFTER)
     for each in (colocated, apart):
         each.shutdown()

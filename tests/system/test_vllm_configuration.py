@@ -1,4 +1,5 @@
-"""The engines of four models as GPUs would get them, against what is written down: a changed argument shows in what vLLM makes of it."""
+"""The engines of four models as GPUs would get them, against what is written down: a changed argument shows
+in what vLLM makes of it."""
 
 from __future__ import annotations
 
@@ -20,5 +21,7 @@ def test_an_engine_is_configured_as_it_is_written_down(name: str) -> None:
     from tests.system.gpu_engines import RECORDED, configured
 
     begun = f"{name}: "
-    [recorded] = [text for text in RECORDED.read_text(encoding="utf-8").split("\n\n") if text.startswith(begun)]
+    [recorded] = [
+        text for text in RECORDED.read_text(encoding="utf-8").split("\n\n") if text.startswith(begun)
+    ]
     assert configured(name).strip() == recorded.strip()

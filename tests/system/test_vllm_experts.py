@@ -1,4 +1,5 @@
-"""Experts in the ranks of vLLM's models after refits, bit for bit what vLLM's own loader makes of the same checkpoint."""
+"""Experts in the ranks of vLLM's models after refits, bit for bit what vLLM's own loader makes of the same
+checkpoint."""
 
 from __future__ import annotations
 
@@ -36,16 +37,32 @@ SIZES = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-GROUPS = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+GROUPS = {
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+}
 
 
 def config_of(family: str, experts: int) -> Any:
     if family == "qwen3_moe":
-        return Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=experts, num_key_value_heads=2, head_dim=32)
+        return Qwen3MoeConfig(
+            **SIZES, moe_intermediate_size=64, num_experts=experts, num_key_value_heads=2, head_dim=32
+        )
     if family == "mixtral":
         return MixtralConfig(**SIZES, num_local_experts=experts, num_key_value_heads=2)
-    return DeepseekV3Config(**SIZES, **LATENT, **GROUPS, moe_intermediate_size=64, n_routed_experts=experts, num_key_value_heads=4)
+    return DeepseekV3Config(
+        **SIZES, **LATENT, **GROUPS, moe_intermediate_size=64, n_routed_experts=experts, num_key_value_heads=4
+    )
 
 
 def save(family: str, experts: int, seed: int, directory: Path) -> None:
@@ -71,7 +88,9 @@ CASES: dict[str, tuple[str, int, int, str]] = {
 
 @slow
 @pytest.mark.parametrize("case", CASES)
-def test_refits_leave_the_bits_of_a_checkpoint_and_no_experts_of_others_wait(tmp_path: Path, case: str) -> None:
+def test_refits_leave_the_bits_of_a_checkpoint_and_no_experts_of_others_wait(
+    tmp_path: Path, case: str
+) -> None:
     family, experts, ranks, divided = CASES[case]
     for step in range(2):
         save(family, experts, step, tmp_path / str(step))
@@ -92,20 +111,29 @@ def test_refits_leave_the_bits_of_a_checkpoint_and_no_experts_of_others_wait(tmp
             assert refit["calls"] == result["others"] + stacks
         assert result["loaded"][0] != result["loaded"][1]
     if divided != "stages":
-        wanted = slices_read(manifest, 4 if family == "deepseek_v3" else 2, ranks, experts if divided == "experts" else 0)
+        wanted = slices_read(
+            manifest, 4 if family == "deepseek_v3" else 2, ranks, experts if divided == "experts" else 0
+        )
         assert ranks == 1 or [result["reads"] for result in results] == [
             {name: where.plain() for name, where in slices.items()} for slices in wanted
         ]
         largest = max(layers.values()) // experts * -(-experts // ranks)
         rest = sum(tensor.nbytes for tensor in manifest.tensors if "experts." not in tensor.name)
-        assert all(refit["kept"] <= largest + rest // ranks for result in results for refit in result["refits"])
+        assert all(
+            refit["kept"] <= largest + rest // ranks for result in results for refit in result["refits"]
+        )
 
 
 def results_of(ranks: int, divided: str, directory: Path) -> list[Mapping[str, Any]]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.system.expert_ranks"]
     running = [
-        subprocess.Popen([*command, str(rank), str(ranks), divided, str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), divided, str(directory)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(ranks)
     ]
     ends = [process.communicate(timeout=500)[1] for process in running]

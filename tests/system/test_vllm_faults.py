@@ -1,4 +1,5 @@
-"""Real vLLM engines that run out of memory, or are killed: what they serve then, and what they leave behind."""
+"""Real vLLM engines that run out of memory, or are killed: what they serve then, and what they leave
+behind."""
 
 from __future__ import annotations
 
@@ -14,10 +15,22 @@ from megarl.algorithms.refit import Refit
 from megarl.errors import RefitError, WorkerError
 from megarl.models.generation.vllm.generation import VllmGeneration
 from tests.memory_limit import no_more_memory_than
-from tests.system.vllm_engines import PROMPTS, dense_model, engines, greedy_answers, policy_of, processes_of, resident_bytes, rows_of
+from tests.system.vllm_engines import (
+    PROMPTS,
+    dense_model,
+    engines,
+    greedy_answers,
+    policy_of,
+    processes_of,
+    resident_bytes,
+    rows_of,
+)
 from tests.tiers import slow
 
-pytestmark = [slow, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = [
+    slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -27,22 +40,32 @@ SHARED_MEMORY = Path("/dev/shm")
     [(True, 1), (False, 1), (True, 2)],
     ids=["colocated", "apart", "colocated-two-ranks"],
 )
-def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(local_ray: int, tmp_path: Path, shared: bool, ranks: int) -> None:
-    """It runs out of it wherever it takes some: for the copy of a weight, for a layer, for what its kernel packs."""
-    path = dense_model(tmp_path / "wide", intermediate_size=65_536, num_hidden_layers=2, initializer_range=0.05)
+def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(
+    local_ray: int, tmp_path: Path, shared: bool, ranks: int
+) -> None:
+    """It runs out of it wherever it takes some: for the copy of a weight, for a layer, for what its kernel
+    packs."""
+    path = dense_model(
+        tmp_path / "wide", intermediate_size=65_536, num_hidden_layers=2, initializer_range=0.05
+    )
     weight = 128 * 65_536 * 4
     # every tensor is asked of the kernel, and given back to it
-    generation = engines(path, "wide", colocated=shared, places=ranks, tensor_parallel=ranks, MALLOC_MMAP_THRESHOLD_="65536")
+    generation = engines(
+        path, "wide", colocated=shared, places=ranks, tensor_parallel=ranks, MALLOC_MMAP_THRESHOLD_="65536"
+    )
     policy = policy_of("megatron-tp1", path, refit_buffer_size_gb=0.25)
     refit = Refit(policy, generation, colocated=shared)
     refit.bring_up_to_date()
     expected = greedy_answers(path)
     assert rows_of(generation.generate(PROMPTS, greedy=True)) == expected
     [actor] = processes_of(generation.worker_group)
-    engine = [actor] if ranks == 1 else [child.pid for child in psutil.Process(actor).children(recursive=True)]
+    engine = (
+        [actor] if ranks == 1 else [child.pid for child in psutil.Process(actor).children(recursive=True)]
+    )
     resident = [resident_bytes(process) for process in engine]
     failures = []
-    # what is asked for comes in multiples of this; half of one is left for small things, over which vLLM's libraries break off
+    # what is asked for comes in multiples of this; half of one is left for small things, over which vLLM's
+    # libraries break off
     step = weight // ranks
     for room in range(step // 2, 10 * weight, step):
         refit.stale = True
@@ -78,7 +101,9 @@ def test_an_engine_of_two_ranks_leaves_nothing_behind_however_it_ends(
     sockets.mkdir()
     before = files()
     path = dense_model(tmp_path / "model", intermediate_size=112, num_hidden_layers=2, initializer_range=0.2)
-    generation = engines(path, f"{killed}-killed", colocated=True, places=2, tensor_parallel=2, VLLM_RPC_BASE_PATH=str(sockets))
+    generation = engines(
+        path, f"{killed}-killed", colocated=True, places=2, tensor_parallel=2, VLLM_RPC_BASE_PATH=str(sockets)
+    )
     policy = policy_of("megatron-tp1", path)
     refit = Refit(policy, generation, colocated=True)
     refit.bring_up_to_date()

@@ -1,4 +1,5 @@
-"""A whole run with vLLM's engines reads no pickle but what Ray carries and what vLLM's processes send one another.
+"""A whole run with vLLM's engines reads no pickle but what Ray carries and what vLLM's processes send one
+another.
 
 What torch.compile has kept in a directory of the user's alone it would read as well: that one is new here.
 """
@@ -31,11 +32,29 @@ def test_a_run_with_engines_reads_no_pickle_from_files_or_foreign_sockets(tmp_pa
     watch = PickleWatch(tmp_path / "pickles")
     watch.directory.mkdir()
     variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
-    changes = [f"run_dir={tmp_path / 'run'}", f"cluster.gpus_per_node={1 if layer == 'vllm' else 2}", "grpo.max_num_steps=2"]
+    changes = [
+        f"run_dir={tmp_path / 'run'}",
+        f"cluster.gpus_per_node={1 if layer == 'vllm' else 2}",
+        "grpo.max_num_steps=2",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "megarl.cli", "train", str(config), "--with", str(CONFIGS / f"{layer}.yaml"), *changes],
+        [
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            str(config),
+            "--with",
+            str(CONFIGS / f"{layer}.yaml"),
+            *changes,
+        ],
         cwd=ROOT,
-        env={**variables, **watch.variables, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"), "OMP_NUM_THREADS": "1"},
+        env={
+            **variables,
+            **watch.variables,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

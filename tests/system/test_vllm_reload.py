@@ -1,4 +1,5 @@
-"""A reload of vLLM's that breaks off anywhere leaves a model that the next one fills: vLLM's own reload, on a small model."""
+"""A reload of vLLM's that breaks off anywhere leaves a model that the next one fills: vLLM's own reload, on a
+small model."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def refit(engine: Any, seed: int) -> dict[str, Tensor]:
     """A whole one; the weights that were sent."""
     generator = torch.Generator().manual_seed(seed)
-    sent = {name: torch.randn(parameter.shape, generator=generator) for name, parameter in Model().named_parameters()}
+    sent = {
+        name: torch.randn(parameter.shape, generator=generator)
+        for name, parameter in Model().named_parameters()
+    }
     engine.coming = list(sent.items())
     engine.start_weight_update()
     engine.update_weights({})
@@ -126,7 +130,9 @@ class Breaking:
 @slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
-def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monkeypatch: pytest.MonkeyPatch, step: str, after: bool) -> None:
+def test_the_next_reload_fills_a_model_in_which_one_broke_off(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
     import importlib
 
     layerwise = importlib.import_module(LAYERWISE)
@@ -144,8 +150,12 @@ def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monke
         sent = refit(engine, 1000 + at)
         # in the same memory, which a CUDA graph reads
         assert places(engine.model) == before, (step, at)
-        assert all(torch.equal(parameter, sent[name]) for name, parameter in engine.model.named_parameters()), (step, at)
-        assert engine.model.head.weight is engine.model.embedding.weight and torch.equal(engine.model.block[1].scale, torch.ones(3))
+        assert all(
+            torch.equal(parameter, sent[name]) for name, parameter in engine.model.named_parameters()
+        ), (step, at)
+        assert engine.model.head.weight is engine.model.embedding.weight and torch.equal(
+            engine.model.block[1].scale, torch.ones(3)
+        )
     assert 1 < at < 99
 
 
@@ -161,7 +171,12 @@ def half(dim: int) -> Callable[[Tensor, Tensor], None]:
 
 # weights that a rank has half of, and the whole ones' shapes where they differ
 HALVES = {"block.0.weight": 0, "block.0.bias": 0, "block.2.weight": 1, "embedding.weight": 0}
-WHOLE = {"block.0.weight": (10, 4), "block.0.bias": (10,), "block.2.weight": (4, 10), "embedding.weight": (14, 4)}
+WHOLE = {
+    "block.0.weight": (10, 4),
+    "block.0.bias": (10,),
+    "block.2.weight": (4, 10),
+    "embedding.weight": (14, 4),
+}
 
 
 def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_weights(engine: Any) -> None:
@@ -180,10 +195,18 @@ def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_wei
     record_metadata_for_reloading(made.model)
     shapes = {name: WHOLE.get(name, tuple(parameter.shape)) for name, parameter in found.items()}
     manifest = Manifest.from_description({name: (shape, torch.float32) for name, shape in shapes.items()})
-    made._receiver, made.parallel_config = WeightReceiver(manifest, made.device), SimpleNamespace(world_size=2)
+    made._receiver, made.parallel_config = (
+        WeightReceiver(manifest, made.device),
+        SimpleNamespace(world_size=2),
+    )
     made.learn(manifest)
-    before, values = places(made.model), {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
-    expected = {name: Slice(dim, WHOLE[name][dim] // 2, WHOLE[name][dim] // 2) for name, dim in HALVES.items()}
+    before, values = (
+        places(made.model),
+        {name: tensor.clone() for name, tensor in made.model.state_dict().items()},
+    )
+    expected = {
+        name: Slice(dim, WHOLE[name][dim] // 2, WHOLE[name][dim] // 2) for name, dim in HALVES.items()
+    }
     for _ in range(2):
         assert made.slices_read()[1] == {name: where.plain() for name, where in expected.items()}
     assert places(made.model) == before
@@ -195,7 +218,9 @@ def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_wei
     for names in ([], list(HALVES)):
         made.take_slices(names)
         made.start_weight_update()
-        made.load([(name, expected[name].of(tensor) if name in names else tensor) for name, tensor in sent.items()])
+        made.load(
+            [(name, expected[name].of(tensor) if name in names else tensor) for name, tensor in sent.items()]
+        )
         made._receiver.version = 1
         made.finish_weight_update()
         assert places(made.model) == before

@@ -1,4 +1,5 @@
-"""Runs with real vLLM engines, one of whose processes is killed: the run goes on with a new one, and ends as if nothing had happened."""
+"""Runs with real vLLM engines, one of whose processes is killed: the run goes on with a new one, and ends as
+if nothing had happened."""
 
 from __future__ import annotations
 
@@ -35,17 +36,28 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dense_model(tmp_path_factory.mktemp("model") / "tiny", intermediate_size=112, num_hidden_layers=2, initializer_range=0.2)
+    return dense_model(
+        tmp_path_factory.mktemp("model") / "tiny",
+        intermediate_size=112,
+        num_hidden_layers=2,
+        initializer_range=0.2,
+    )
 
 
 def config_of(run_dir: Path, model: Path, shared: bool) -> dict[str, Any]:
     data = run_dir.with_name("data.jsonl")
     data.parent.mkdir()
-    data.write_text("\n".join(json.dumps({"prompt": f"w{left} w{left + 1}", "answer": str(left % 5)}) for left in range(9, 20)))
+    data.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"w{left} w{left + 1}", "answer": str(left % 5)}) for left in range(9, 20)
+        )
+    )
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(model, gbs=8, mbs=4, temperature=0.7)
     # beside a config.json transformers takes the words for Qwen's own tokenizer, which knows none of them
-    tokens = tokenizer_of_words(run_dir.with_name("tokenizer"), [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    tokens = tokenizer_of_words(
+        run_dir.with_name("tokenizer"), [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
+    )
     policy["tokenizer"] = {"name": str(tokens), "chat_template": None}
     policy["generation"] = {
         "backend": "vllm",
@@ -62,8 +74,17 @@ def config_of(run_dir: Path, model: Path, shared: bool) -> dict[str, Any]:
         "data": {"train": source, "validation": source, "max_input_seq_length": 20},
         "checkpointing": {"enabled": True, "save_period": 1, "keep_top_k": None, "export_hf": True},
         "cluster": {"gpus_per_node": 1 if shared else 2, "num_nodes": 1, "device": "cpu"},
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": STEPS, "val_period": 1, "max_val_samples": 3},
-        "env": {"environment": str(Path(__file__).parents[1] / "toys" / "as_long.py") + ":AsLong", "options": {"farthest": 40}},
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 2,
+            "max_num_steps": STEPS,
+            "val_period": 1,
+            "max_val_samples": 3,
+        },
+        "env": {
+            "environment": str(Path(__file__).parents[1] / "toys" / "as_long.py") + ":AsLong",
+            "options": {"farthest": 40},
+        },
         "loss_fn": {
             "reference_policy_kl_penalty": 0.01,
             "ratio_clip_min": 0.2,
@@ -96,7 +117,10 @@ def test_a_killed_engine_is_replaced(
     assert run(config_of(tmp_path / "again" / "run", tmp_path / "model", shared)) == 0
     assert len(killed) == 1
     one, other = (tmp_path / name / "run" for name in ("again", "whole"))
-    assert comparable(one) == comparable(other) and len({row["train/reward"] for row in read_rows(other) if row["step"]}) > 1
+    assert (
+        comparable(one) == comparable(other)
+        and len({row["train/reward"] for row in read_rows(other) if row["step"]}) > 1
+    )
     weights = [load_file(each / "hf" / f"step_{STEPS}" / "model.safetensors") for each in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
     [launch] = read_launches(one)

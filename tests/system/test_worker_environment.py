@@ -49,7 +49,9 @@ def test_workers_have_the_environment_of_their_section(local_ray: int, model: Pa
     policy = Policy(cluster, config, None, init_optimizer=False, init_reference_model=False)  # type: ignore[arg-type]
     try:
         future = policy.worker_group.run_all_workers_single_data("get_gpu_info")
-        assert [info["env_vars"][NAME] for info in policy.worker_group.get_all_worker_results(future)] == [f"{backend}'s"]
+        assert [info["env_vars"][NAME] for info in policy.worker_group.get_all_worker_results(future)] == [
+            f"{backend}'s"
+        ]
     finally:
         policy.shutdown()
         cluster.shutdown()

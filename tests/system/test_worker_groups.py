@@ -25,7 +25,15 @@ from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
-from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError, WorkerLostError
+from megarl.errors import (
+    BatchError,
+    ClusterError,
+    ConfigError,
+    DeadlineError,
+    StateError,
+    WorkerError,
+    WorkerLostError,
+)
 from tests.tiers import sampled, slow
 
 SAMPLES = "tests.system.sample_workers"
@@ -50,7 +58,9 @@ def group_of(
     options = {"name_prefix": "sample", "init_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S, **options}
     group = None
     try:
-        group = RayWorkerGroup(cluster, RayWorkerBuilder(f"{SAMPLES}.{class_name}", *arguments, **(keywords or {})), **options)
+        group = RayWorkerGroup(
+            cluster, RayWorkerBuilder(f"{SAMPLES}.{class_name}", *arguments, **(keywords or {})), **options
+        )
         yield group
     finally:
         if group is not None:
@@ -70,7 +80,10 @@ def wait_until(condition: Callable[[], bool], what: str, longest_s: float = PATI
 
 
 def all_gone(process_ids: list[int]) -> bool:
-    return not any(psutil.pid_exists(item) and psutil.Process(item).status() != psutil.STATUS_ZOMBIE for item in process_ids)
+    return not any(
+        psutil.pid_exists(item) and psutil.Process(item).status() != psutil.STATUS_ZOMBIE
+        for item in process_ids
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +91,27 @@ def policy_group(local_ray: int) -> Iterator[RayWorkerGroup]:
     """Six workers: pp 1, dp 3, cp 1, tp 2 on nodes of 4 and 2 bundles."""
     sharding = NamedSharding(np.arange(6).reshape(1, 3, 1, 2), POLICY_AXES)
     with group_of(
-        [4, 2], arguments=(7,), keywords={"model": "tiny"}, sharding_annotations=sharding, env_vars={"COLOUR": "caller"}
+        [4, 2],
+        arguments=(7,),
+        keywords={"model": "tiny"},
+        sharding_annotations=sharding,
+        env_vars={"COLOUR": "caller"},
     ) as group:
         yield group
 
 
 def test_workers_know_their_place(policy_group: RayWorkerGroup) -> None:
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "COLOUR"]
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "COLOUR",
+    ]
     seen = answers(policy_group, "environment", names=names)
     assert [item["RANK"] for item in seen] == list("012345")
     assert [item["LOCAL_RANK"] for item in seen] == list("012301")
@@ -135,7 +162,10 @@ def test_batches_arrive_to_the_bit_and_may_be_written_to_both_ways(policy_group:
         }
     )
     stored = ray.put(batch)
-    answers = [policy_group.run_single_worker_single_data("overwrite", 0, batch=each) for each in (stored, stored, batch)]
+    answers = [
+        policy_group.run_single_worker_single_data("overwrite", 0, batch=each)
+        for each in (stored, stored, batch)
+    ]
     [dealt] = batch.deal(1)
     answers.append(policy_group.run_single_worker_single_data("overwrite", 0, batch=dealt))
     for came, warned in policy_group.get_all_worker_results(answers):
@@ -146,11 +176,15 @@ def test_batches_arrive_to_the_bit_and_may_be_written_to_both_ways(policy_group:
             came[name].zero_()
 
 
-def test_what_waits_for_the_next_call_goes_with_it(policy_group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_the_next_call_goes_with_it(
+    policy_group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[str, list[str]]] = []
     start = policy_group._start
     monkeypatch.setattr(
-        policy_group, "_start", lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before)
+        policy_group,
+        "_start",
+        lambda method, calls, before: started.append((method, list(before))) or start(method, calls, before),
     )
     begun = policy_group.calls
     for method in ("note_first", "note_second", "note_second", "note_first"):
@@ -172,7 +206,9 @@ def test_what_waits_runs_first_where_the_next_call_cannot_take_it_along(policy_g
     assert answers(policy_group, "notes") == [["second"]] * 2 + [[]] + [["second"]] * 3
 
 
-def test_an_error_of_what_went_before_is_its_own_and_the_call_is_not_run(policy_group: RayWorkerGroup) -> None:
+def test_an_error_of_what_went_before_is_its_own_and_the_call_is_not_run(
+    policy_group: RayWorkerGroup,
+) -> None:
     policy_group.run_before_next("refuse")
     with pytest.raises(StateError, match=r"\[pp0 dp\d cp0 tp\d .*\] refuse: this worker cannot do that"):
         answers(policy_group, "note_first")
@@ -214,13 +250,19 @@ def test_sharded_replicated_and_returned_once(policy_group: RayWorkerGroup) -> N
 
 
 def test_free_axes_with_and_without_dummy_calls(policy_group: RayWorkerGroup) -> None:
-    arguments: dict[str, Any] = {"data": ["a", "b", "c"], "in_sharded_axes": ["data_parallel"], "common_kwargs": {"greedy": True}}
+    arguments: dict[str, Any] = {
+        "data": ["a", "b", "c"],
+        "in_sharded_axes": ["data_parallel"],
+        "common_kwargs": {"greedy": True},
+    }
     future = policy_group.run_all_workers_sharded_data("echo", **arguments)
     assert future.called_workers == [0, 2, 4]
     assert policy_group.get_all_worker_results(future) == [
         (rank, {"data": text, "greedy": True}) for rank, text in ((0, "a"), (2, "b"), (4, "c"))
     ]
-    future = policy_group.run_all_workers_sharded_data("echo", make_dummy_calls_to_free_axes=True, **arguments)
+    future = policy_group.run_all_workers_sharded_data(
+        "echo", make_dummy_calls_to_free_axes=True, **arguments
+    )
     assert future.called_workers == [0, 1, 2, 3, 4, 5]
     assert [values["data"] for _, values in ray.get(future.futures)] == ["a", None, "b", None, "c", None]
     assert [rank for rank, _ in policy_group.get_all_worker_results(future)] == [0, 2, 4]
@@ -234,7 +276,11 @@ def test_single_and_multiple_data(policy_group: RayWorkerGroup) -> None:
     futures = policy_group.run_all_workers_multiple_data(
         "echo", run_rank_0_only_axes=["tensor_parallel"], common_kwargs={"y": "all"}, x=["p", "q", "r"]
     )
-    assert ray.get(futures) == [(0, {"x": "p", "y": "all"}), (2, {"x": "q", "y": "all"}), (4, {"x": "r", "y": "all"})]
+    assert ray.get(futures) == [
+        (0, {"x": "p", "y": "all"}),
+        (2, {"x": "q", "y": "all"}),
+        (4, {"x": "r", "y": "all"}),
+    ]
 
 
 def test_wrong_calls_are_refused_on_the_driver(policy_group: RayWorkerGroup) -> None:
@@ -257,38 +303,59 @@ def test_wrong_calls_are_refused_on_the_driver(policy_group: RayWorkerGroup) -> 
 
 
 def test_generators_flat_or_as_proxies(policy_group: RayWorkerGroup) -> None:
-    futures = policy_group.run_all_workers_single_data("count", run_rank_0_only_axes=["tensor_parallel"], until=2)
+    futures = policy_group.run_all_workers_single_data(
+        "count", run_rank_0_only_axes=["tensor_parallel"], until=2
+    )
     assert policy_group.get_all_worker_results(futures) == ["0:0", "0:1", "2:0", "2:1", "4:0", "4:1"]
-    futures = policy_group.run_all_workers_single_data("count", run_rank_0_only_axes=["tensor_parallel"], until=3)
+    futures = policy_group.run_all_workers_single_data(
+        "count", run_rank_0_only_axes=["tensor_parallel"], until=3
+    )
     proxies = policy_group.get_all_worker_results(futures, return_generators_as_proxies=True)
     assert [[ray.get(item) for item in proxy] for proxy in proxies][1] == ["2:0", "2:1", "2:2"]
 
 
 def test_a_raised_megarl_error_keeps_its_class_and_gains_coordinates(policy_group: RayWorkerGroup) -> None:
     host = re.escape(os.uname().nodename)
-    with pytest.raises(BatchError, match=rf"^\[pp0 dp2 cp0 tp1 {host}\] sample_mask must be present") as caught:
-        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 5, kind="batch")])
+    with pytest.raises(
+        BatchError, match=rf"^\[pp0 dp2 cp0 tp1 {host}\] sample_mask must be present"
+    ) as caught:
+        policy_group.get_all_worker_results(
+            [policy_group.run_single_worker_single_data("raise_error", 5, kind="batch")]
+        )
     assert "sample_workers.py" in str(caught.value)
     with pytest.raises(ConfigError, match=r"(?s)^\[pp0 dp0 cp0 tp1 .*policy\.lr = -1"):
-        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 1, kind="config")])
+        policy_group.get_all_worker_results(
+            [policy_group.run_single_worker_single_data("raise_error", 1, kind="config")]
+        )
 
 
 def test_other_errors_become_worker_errors_and_the_group_lives_on(policy_group: RayWorkerGroup) -> None:
-    with pytest.raises(WorkerError, match=r"^\[pp0 dp\d cp0 tp\d .*\] .*ValueError: the inner reason") as caught:
+    with pytest.raises(
+        WorkerError, match=r"^\[pp0 dp\d cp0 tp\d .*\] .*ValueError: the inner reason"
+    ) as caught:
         answers(policy_group, "raise_error", kind="plain")
     assert isinstance(caught.value.__cause__, ValueError)
     assert "in raise_error" in str(caught.value)
     assert "\x1b" not in str(caught.value)
     with pytest.raises(WorkerError, match="holds a lock"):
-        policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 0, kind="unpicklable")])
+        policy_group.get_all_worker_results(
+            [policy_group.run_single_worker_single_data("raise_error", 0, kind="unpicklable")]
+        )
     assert len(answers(policy_group, "echo")) == 6
 
 
 @sampled(1)
 @pytest.mark.parametrize(
-    ("way", "words"), [("raise", "RuntimeError: broke on purpose"), ("kill", "worker process died"), ("exit", "worker process died")]
+    ("way", "words"),
+    [
+        ("raise", "RuntimeError: broke on purpose"),
+        ("kill", "worker process died"),
+        ("exit", "worker process died"),
+    ],
 )
-def test_a_failing_worker_is_seen_while_its_peers_hang(local_ray: int, way: str, words: str, tmp_path: Path) -> None:
+def test_a_failing_worker_is_seen_while_its_peers_hang(
+    local_ray: int, way: str, words: str, tmp_path: Path
+) -> None:
     with group_of([3], keywords={"directory": str(tmp_path)}) as group:
         process_ids = ray.get(group.run_all_workers_single_data("process_id"))
         started = time.monotonic()
@@ -307,14 +374,20 @@ def test_a_failing_worker_is_seen_while_its_peers_hang(local_ray: int, way: str,
 
 def test_a_deadline_names_who_hangs_and_where(local_ray: int) -> None:
     with group_of([2]) as group:
-        with pytest.raises(DeadlineError, match=r"1 of 2 workers did not answer within 1\.5 s: \[rank1 ") as caught:
-            group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose", rank=1), timeout_s=1.5)
+        with pytest.raises(
+            DeadlineError, match=r"1 of 2 workers did not answer within 1\.5 s: \[rank1 "
+        ) as caught:
+            group.get_all_worker_results(
+                group.run_all_workers_single_data("hang_on_purpose", rank=1), timeout_s=1.5
+            )
         assert "in hang_on_purpose" in str(caught.value)
         assert "--- [rank0" not in str(caught.value)
 
 
 @slow
-def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_stopped_is_found_before_its_deadline(
+    local_ray: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the look at the processes, in the first call of new workers, whose bound is far away."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), 1.0, 3.0)
     for seconds in [PATIENCE_S, *[1.0] * 10]:
@@ -344,12 +417,18 @@ def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, mon
         ("mismatched", {}, r"\. Fix: "),
     ],
 )
-def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, method: str, arguments: dict[str, Any], words: str) -> None:
-    """In a phase of which nothing is measured yet, whose limit is far away: a loop that waits, and messages that nobody sends."""
+def test_ranks_that_stand_still_are_found_before_their_deadline(
+    local_ray: int, method: str, arguments: dict[str, Any], words: str
+) -> None:
+    """In a phase of which nothing is measured yet, whose limit is far away: a loop that waits, and messages
+    that nobody sends."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), STILL_S, 3.0)
     with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
         begun = time.monotonic()
-        expected = rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at least 2.25 s: .*{words}"
+        expected = (
+            rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at "
+            rf"least 2.25 s: .*{words}"
+        )
         with at_step(1), pytest.raises(DeadlineError, match=expected) as caught:
             answers(group, method, **arguments)
         assert time.monotonic() - begun < PATIENCE_S / 2
@@ -366,10 +445,15 @@ def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, 
     ],
     ids=["computes", "a child computes", "waits for engines"],
 )
-def test_a_rank_that_may_come_to_an_end_has_its_deadline(local_ray: int, method: str, arguments: dict[str, Any], key: str) -> None:
+def test_a_rank_that_may_come_to_an_end_has_its_deadline(
+    local_ray: int, method: str, arguments: dict[str, Any], key: str
+) -> None:
     """However long it is in the same place, and however still the others are."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, 4 * STILL_S), STILL_S, 3.0)
-    with group_of([2], deadlines=deadlines) as group, pytest.raises(DeadlineError, match=rf"within 12 s: .* or raise deadlines\.{key}"):
+    with (
+        group_of([2], deadlines=deadlines) as group,
+        pytest.raises(DeadlineError, match=rf"within 12 s: .* or raise deadlines\.{key}"),
+    ):
         answers(group, method, **arguments)
 
 
@@ -394,7 +478,9 @@ def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path)
         ("missing_module.Worker", ClusterError, r"cannot be imported on"),
     ],
 )
-def test_a_class_that_cannot_be_found(local_ray: int, name: str, error: type[Exception], message: str) -> None:
+def test_a_class_that_cannot_be_found(
+    local_ray: int, name: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=rf"^\[rank0 .*{message}"), group_of([1], name):
         pytest.fail("the group was made")
 
@@ -407,7 +493,11 @@ def test_configure_worker_and_tied_groups(local_ray: int) -> None:
         assert [keywords["seen"] for _, keywords in arguments] == [(0, (0, [0, 2])), (0, None), (0, (0, [1]))]
         colours = ray.get(group.run_all_workers_single_data("environment", names=["COLOUR"]))
         assert colours == [{"COLOUR": "configured"}] * 3
-        assert [item["name"] for item in group.worker_metadata] == ["sample-grp0-0", "sample-grp0-1", "sample-0-1"]
+        assert [item["name"] for item in group.worker_metadata] == [
+            "sample-grp0-0",
+            "sample-grp0-1",
+            "sample-0-1",
+        ]
         assert [item["dp_shard_idx"] for item in group.worker_metadata] == [0, 0, 1]
         assert (group.dp_size, group.get_dp_leader_worker_idx(1)) == (2, 2)
 
@@ -415,17 +505,28 @@ def test_configure_worker_and_tied_groups(local_ray: int) -> None:
 @slow
 def test_options_of_a_decorated_class_come_first(local_ray: int) -> None:
     with group_of([1], "DecoratedWorker", env_vars={"COLOUR": "caller"}) as group:
-        [seen] = ray.get(group.run_all_workers_single_data("environment", names=["COLOUR", "SHAPE", "OMP_NUM_THREADS"]))
-    assert seen == {"COLOUR": "caller", "SHAPE": "decorator", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        [seen] = ray.get(
+            group.run_all_workers_single_data("environment", names=["COLOUR", "SHAPE", "OMP_NUM_THREADS"])
+        )
+    assert seen == {
+        "COLOUR": "caller",
+        "SHAPE": "decorator",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
 
 
 @slow
 def test_builder_alone_makes_one_worker(local_ray: int) -> None:
     cluster = RayVirtualCluster([1], use_gpus=False)
     builder = RayWorkerBuilder(f"{SAMPLES}.PlainWorker", 3, name="x")
-    worker = builder(cluster.get_placement_groups()[0], 0, num_gpus=0, runtime_env={"env_vars": {"COLOUR": "extra"}})
+    worker = builder(
+        cluster.get_placement_groups()[0], 0, num_gpus=0, runtime_env={"env_vars": {"COLOUR": "extra"}}
+    )
     assert ray.get(worker.get_arguments.remote()) == ((3,), {"name": "x"})
-    assert ray.get(worker.environment.remote(["COLOUR", "WORLD_SIZE"])) == {"COLOUR": "extra", "WORLD_SIZE": "1"}
+    assert ray.get(worker.environment.remote(["COLOUR", "WORLD_SIZE"])) == {
+        "COLOUR": "extra",
+        "WORLD_SIZE": "1",
+    }
     ray.kill(worker.actor)
     cluster.shutdown()
 
@@ -448,10 +549,15 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
         sums = group.run_all_workers_multiple_data("sum", value=[1.25, 2.5])
         assert group.get_all_worker_results(sums) == [3.75, 3.75]
         assert answers(group, "meet_again") == [2, 2]
-        assert group.get_all_worker_results(group.run_all_workers_multiple_data("sum", value=[1.0, 2.0])) == [3.0, 3.0]
+        assert group.get_all_worker_results(group.run_all_workers_multiple_data("sum", value=[1.0, 2.0])) == [
+            3.0,
+            3.0,
+        ]
         heard = answers(group, "listening_addresses")
         assert all(len(addresses) > 1 for addresses in heard), heard
-        assert {address.removeprefix("::ffff:") for addresses in heard for address in addresses} == {"127.0.0.1"}
+        assert {address.removeprefix("::ffff:") for addresses in heard for address in addresses} == {
+            "127.0.0.1"
+        }
         # The host's own name may stand for another interface than the loopback one.
         chosen = answers(group, "environment", names=["GLOO_SOCKET_IFNAME"])
         assert all(item["GLOO_SOCKET_IFNAME"] for item in chosen)
@@ -459,9 +565,12 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
 
 @sampled(1)
 @pytest.mark.parametrize(
-    ("way", "error", "words"), [("raise", BatchError, "refused on rank 1"), ("kill", WorkerLostError, "worker process died")]
+    ("way", "error", "words"),
+    [("raise", BatchError, "refused on rank 1"), ("kill", WorkerLostError, "worker process died")],
 )
-def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: int, way: str, error: type[Exception], words: str) -> None:
+def test_the_cause_is_told_from_the_broken_connection_of_its_peers(
+    local_ray: int, way: str, error: type[Exception], words: str
+) -> None:
     with group_of([2], "CollectiveWorker") as group, pytest.raises(error, match=rf"^\[rank1 .*{words}"):
         answers(group, "sum_or_fail", failing_rank=1, way=way)
 
@@ -469,7 +578,10 @@ def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: in
 @slow
 def test_groups_side_by_side_have_their_own_ports(local_ray: int) -> None:
     with group_of([2]) as one, group_of([1]) as two, group_of([1]) as three:
-        ports = {ray.get(group.workers[0].environment.remote(["MASTER_PORT"]))["MASTER_PORT"] for group in (one, two, three)}
+        ports = {
+            ray.get(group.workers[0].environment.remote(["MASTER_PORT"]))["MASTER_PORT"]
+            for group in (one, two, three)
+        }
     assert len(ports) == 3
 
 
@@ -516,7 +628,12 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     checkout = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": checkout}
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert driver.stdout is not None

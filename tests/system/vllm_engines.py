@@ -32,7 +32,10 @@ POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 SAMPLING = {"temperature": 0.7, "top_k": 30, "top_p": 0.9}
 PROMPTS = BatchedDataDict(
-    {"input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]), "input_lengths": torch.tensor([4, 2, 3])}
+    {
+        "input_ids": torch.tensor([[5, 9, 33, 4], [7, 8, 0, 0], [3, 6, 41, 0]]),
+        "input_lengths": torch.tensor([4, 2, 3]),
+    }
 )
 
 
@@ -64,7 +67,8 @@ def engines(
     adapter: Any = None,
     **environment: str,
 ) -> VllmGeneration:
-    """With ``changes`` of ``vllm_cfg``, ``arguments`` for vLLM itself, and ``adapter`` of policies that send theirs alone."""
+    """With ``changes`` of ``vllm_cfg``, ``arguments`` for vLLM itself, and ``adapter`` of policies that send
+    theirs alone."""
     settings = {
         "tensor_parallel_size": tensor_parallel,
         "load_format": "dummy",
@@ -102,7 +106,9 @@ def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **en
     config["refit_buffer_size_gb"] = refit_buffer_size_gb
     if backend != "megatron":
         config["generation"] = {**config["generation"], "backend": "hf"}
-    return Policy(RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False)
+    return Policy(
+        RayVirtualCluster([world], use_gpus=False, name=name), config, None, init_reference_model=False
+    )
 
 
 def greedy_answers(directory: Path, prompts: BatchedDataDict[Any] = PROMPTS) -> list[list[int]]:
@@ -110,13 +116,18 @@ def greedy_answers(directory: Path, prompts: BatchedDataDict[Any] = PROMPTS) -> 
     rows = []
     for prompt, length in zip(prompts["input_ids"], prompts["input_lengths"].tolist(), strict=True):
         rows.append(
-            loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)[0].tolist()
+            loaded.generate(
+                prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None
+            )[0].tolist()
         )
     return rows
 
 
 def rows_of(output: BatchedDataDict[Any]) -> list[list[int]]:
-    return [ids[:length].tolist() for ids, length in zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)]
+    return [
+        ids[:length].tolist()
+        for ids, length in zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)
+    ]
 
 
 def processes_of(group: RayWorkerGroup) -> list[int]:

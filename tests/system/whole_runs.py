@@ -1,4 +1,5 @@
-"""Whole runs of the program as a user starts them, killed when a test says so: what they leave behind and what processes they had."""
+"""Whole runs of the program as a user starts them, killed when a test says so: what they leave behind and
+what processes they had."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ _ADAM = {
 }
 ON_TORCH: dict[str, dict[str, Any]] = {
     "dtensor": {
-        "policy": {"megatron_cfg": {"enabled": False}, "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}, "optimizer": _ADAM}
+        "policy": {
+            "megatron_cfg": {"enabled": False},
+            "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2},
+            "optimizer": _ADAM,
+        }
     },
     "fsdp1": {"policy": {"megatron_cfg": {"enabled": False}, "optimizer": _ADAM}},
 }
@@ -51,7 +56,8 @@ _CLOCKS = ("time", "timing/", "performance/")
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What runs are made from: a tiny model, one that was taught enough to be rewarded now and then, and problems."""
+    """What runs are made from: a tiny model, one that was taught enough to be rewarded now and then, and
+    problems."""
 
     model: Path
     taught: Path
@@ -60,9 +66,13 @@ class Material:
 
 
 def make_material(directory: Path, teach: bool = True) -> Material:
-    """Quickstart problems and models in ``directory``; without ``teach`` the taught model is the untaught one."""
+    """Quickstart problems and models in ``directory``; without ``teach`` the taught model is the untaught
+    one."""
     material = Material(
-        directory / "model", directory / ("taught" if teach else "model"), directory / "train.jsonl", directory / "validation.jsonl"
+        directory / "model",
+        directory / ("taught" if teach else "model"),
+        directory / "train.jsonl",
+        directory / "validation.jsonl",
     )
     make_model(material.model, seed=1)
     write_problems(material.train, 37, seed=1)
@@ -73,8 +83,12 @@ def make_material(directory: Path, teach: bool = True) -> Material:
 
 
 def _teach(model: Path, out: Path) -> None:
-    """Some seconds of plain supervised training: without any right answer GRPO would have no gradient, and nothing could differ."""
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    """Some seconds of plain supervised training: without any right answer GRPO would have no gradient, and
+    nothing could differ."""
+    tokenizer, network = (
+        AutoTokenizer.from_pretrained(model),
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+    )
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
     problems = generate_problems(64 * 48, seed=7)
     for start in range(0, len(problems), 64):
@@ -91,8 +105,11 @@ def _teach(model: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def write_config(path: Path, algorithm: str, material: Material, save_period: int = 1, **changes: Any) -> Path:
-    """A configuration of few, small steps on tensor parallel 2 that inherits from the quickstart's; ``changes`` replace whole sections."""
+def write_config(
+    path: Path, algorithm: str, material: Material, save_period: int = 1, **changes: Any
+) -> Path:
+    """A configuration of few, small steps on tensor parallel 2 that inherits from the quickstart's;
+    ``changes`` replace whole sections."""
     source = {"prompt_key": "prompt", "answer_key": "answer"}
     config: dict[str, Any] = {
         "defaults": str(CONFIGS / f"{algorithm}.yaml"),
@@ -127,7 +144,8 @@ def write_config(path: Path, algorithm: str, material: Material, save_period: in
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of ``megarl train``. All its processes are found by the numbers of its session and of those that its Ray has."""
+    """One start of ``megarl train``. All its processes are found by the numbers of its session and of those
+    that its Ray has."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
@@ -159,12 +177,15 @@ class Launch:
         """Wait for a moment; fail if the launch ends before it."""
         deadline = time.monotonic() + self.patience_s
         while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before its moment:\n{self.output()[-3000:]}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before its moment:\n{self.output()[-3000:]}"
+            )
             assert time.monotonic() < deadline, f"the moment never came:\n{self.output()[-3000:]}"
             self.stay(_POLL_S)
 
     def kill_when(self, happened: Callable[[], bool]) -> None:
-        """Wait for a moment and kill the driver there, as a machine would: it has no say and its workers are not told."""
+        """Wait for a moment and kill the driver there, as a machine would: it has no say and its workers are
+        not told."""
         self.await_moment(happened)
         self.find_sessions()
         self.process.send_signal(signal.SIGKILL)
@@ -178,7 +199,9 @@ class Launch:
 
     def logged(self, step: int) -> Callable[[], bool]:
         """The moment when this launch has logged a step; rows of earlier launches do not count."""
-        return lambda: any(row["step"] == step and row["time"] >= self.started for row in read_rows(self.run_dir))
+        return lambda: any(
+            row["step"] == step and row["time"] >= self.started for row in read_rows(self.run_dir)
+        )
 
     def committed(self, step: int) -> Callable[[], bool]:
         """The moment when a step's checkpoint is visible."""
@@ -256,7 +279,16 @@ class Launches:
         """
         number = len(self.all)
         output_file = run_dir.with_name(f"{run_dir.name}.{number}.log")
-        command = [*prefix, sys.executable, "-m", "megarl.cli", "train", str(config), f"run_dir={run_dir}", *arguments]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            str(config),
+            f"run_dir={run_dir}",
+            *arguments,
+        ]
         # What this process' own Ray has set is not for them.
         variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
         with output_file.open("wb") as output:
@@ -305,4 +337,7 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
     """The rows without clock readings."""
-    return [{key: value for key, value in row.items() if not key.startswith(_CLOCKS)} for row in read_rows(run_dir)]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(_CLOCKS)}
+        for row in read_rows(run_dir)
+    ]

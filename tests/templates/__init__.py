@@ -1,4 +1,5 @@
-"""Chat templates that behave as published ones do, and tokenizers with the special tokens that each is made for."""
+"""Chat templates that behave as published ones do, and tokenizers with the special tokens that each is made
+for."""
 
 from __future__ import annotations
 
@@ -30,20 +31,37 @@ class Published:
     begins: str | None = None
 
 
-TEMPLATES = {name: Published(**row) for name, row in yaml.safe_load((DIRECTORY / "tokens.yaml").read_text(encoding="utf-8")).items()}
+TEMPLATES = {
+    name: Published(**row)
+    for name, row in yaml.safe_load((DIRECTORY / "tokens.yaml").read_text(encoding="utf-8")).items()
+}
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with the special tokens that a template is made for; line feeds and some words are merged."""
+    """Return a byte-level tokenizer with the special tokens that a template is made for; line feeds and some
+    words are merged."""
     published = TEMPLATES[name]
-    vocabulary = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("Ċ", "Ċ"), ("Ġ", "t"), ("o", "n"), ("on", "e"), ("Ġt", "w"), ("Ġtw", "o"), (".", "Ċ"), ("s", "t")]
+    vocabulary = {
+        character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    merges = [
+        ("Ċ", "Ċ"),
+        ("Ġ", "t"),
+        ("o", "n"),
+        ("on", "e"),
+        ("Ġt", "w"),
+        ("Ġtw", "o"),
+        (".", "Ċ"),
+        ("s", "t"),
+    ]
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in published.special])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in published.special]
+    )
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in published.other])
     names = {"bos_token": published.begins} if published.begins else {}
     tokenizer = PreTrainedTokenizerFast(

@@ -1,4 +1,5 @@
-"""Kinds of conversations that every chat template is tried with. Words of one message are in no other one, but where said."""
+"""Kinds of conversations that every chat template is tried with. Words of one message are in no other one,
+but where said."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ TOOLS: tuple[Message, ...] = (
         "function": {
             "name": "weather",
             "description": "Look up a temperature.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     },
 )
@@ -46,7 +51,10 @@ CONVERSATIONS: dict[str, list[Message]] = {
     ],
     "system": [{"role": "system", "content": "Be short."}, user("Ask one."), assistant("Said two.")],
     "reasoning in the content": [user("2+2?"), assistant(f"{_THINKS}Four.")],
-    "reasoning in a field": [user("2+2?"), assistant("Four.", reasoning_content="add both", thinking="add both")],
+    "reasoning in a field": [
+        user("2+2?"),
+        assistant("Four.", reasoning_content="add both", thinking="add both"),
+    ],
     "reasoning of two turns": [
         *(user("2+2?"), assistant(f"{_THINKS}Four.")),
         *(user("3+3?"), assistant("<think>\nsum again\n</think>\n\nSix.")),
@@ -57,10 +65,19 @@ CONVERSATIONS: dict[str, list[Message]] = {
     ],
     "two calls": [
         user("Warm, and which hour?"),
-        assistant("", tool_calls=[call("weather", {"city": "Rome"}), call("clock", {"zone": "UTC", "hours": 24}, "call00002")]),
+        assistant(
+            "",
+            tool_calls=[
+                call("weather", {"city": "Rome"}),
+                call("clock", {"zone": "UTC", "hours": 24}, "call00002"),
+            ],
+        ),
         *(tool("20"), tool("12:00", "call00002"), assistant("Mild at noon.")),
     ],
-    "ends with a call": [user("How warm?"), assistant("Let me see.", tool_calls=[call("weather", {"city": "Rome"})])],
+    "ends with a call": [
+        user("How warm?"),
+        assistant("Let me see.", tool_calls=[call("weather", {"city": "Rome"})]),
+    ],
     # All four messages are the same words.
     "equal texts": [user("Yes."), assistant("Yes."), user("Yes."), assistant("Yes.")],
     "white space": [
@@ -112,4 +129,6 @@ REFUSED: dict[str, frozenset[str]] = {
 def record_of(messages: list[Message], tools: tuple[Message, ...] = ()) -> Record:
     """Return a conversation as the reader of a data file makes it."""
     last = messages[-1]
-    return Record(tuple(messages[:-1]), last["content"] or "", "row 1", last, tools, messages[0]["role"] == "system")
+    return Record(
+        tuple(messages[:-1]), last["content"] or "", "row 1", last, tools, messages[0]["role"] == "system"
+    )

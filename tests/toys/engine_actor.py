@@ -1,7 +1,8 @@
 """The toy engine in a process of its own, which may die or stop, and is then started anew.
 
-``TOY_ENGINE_FAULTS`` in the environment names a directory: an empty file ``generate.3`` there has the process kill itself in the third call
-of ``generate``, one that says ``stop`` has it stand still; the file goes by that. ``receive.1`` does the same to the first refit.
+``TOY_ENGINE_FAULTS`` in the environment names a directory: an empty file ``generate.3`` there has the process
+kill itself in the third call of ``generate``, one that says ``stop`` has it stand still; the file goes by
+that. ``receive.1`` does the same to the first refit.
 """
 
 from __future__ import annotations
@@ -71,10 +72,16 @@ class EngineInActor(RolloutEngine):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.hangs, self._connected, self._version = False, False, None
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {run_secret.VARIABLE: run_secret.drawn_secret()}}}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "runtime_env": {"env_vars": {run_secret.VARIABLE: run_secret.drawn_secret()}},
+        }
         if self.cluster is not None:
             [place] = self.cluster.get_placement_groups()
-            options |= {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place)}
+            options |= {
+                "num_cpus": 1,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place),
+            }
         self.actor: Any = ray.remote(Served).options(**options).remote(self.config)
         if self.info is not None:
             self.results([self.actor.expect.remote(self.info)])
@@ -150,7 +157,11 @@ class EngineInActor(RolloutEngine):
         return True
 
 
-KIND = EngineKind("transformers in an actor", start=lambda cluster, config: EngineInActor(config), section=TransformersConfig)
+KIND = EngineKind(
+    "transformers in an actor",
+    start=lambda cluster, config: EngineInActor(config),
+    section=TransformersConfig,
+)
 PLACED = EngineKind(
     "transformers in an actor on a place of its own",
     start=lambda cluster, config: EngineInActor(config, cluster),

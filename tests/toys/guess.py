@@ -1,4 +1,5 @@
-"""A toy environment of several turns: the policy guesses a number, and hears whether it is larger or smaller."""
+"""A toy environment of several turns: the policy guesses a number, and hears whether it is larger or
+smaller."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megarl.rollout.message_env import MessageEnv, Step
 
 
 class Guess(MessageEnv):
-    """Rewards 1 for the number of the record, and 0.1 for each guess that is at most ``env.options.near`` away."""
+    """Rewards 1 for the number of the record, and 0.1 for each guess that is at most ``env.options.near``
+    away."""
 
     def step(self, message: Mapping[str, Any]) -> Step:
         """Compare a response with the number."""

@@ -1,4 +1,5 @@
-"""A toy environment as NeMo-RL has them: a number is to be guessed, and each guess is told whether it was too high or too low."""
+"""A toy environment as NeMo-RL has them: a number is to be guessed, and each guess is told whether it was too
+high or too low."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from megarl.rollout.nemo_rl import EnvironmentInterface, EnvironmentReturn
 
 
 class HigherLower(EnvironmentInterface[dict[str, Any]]):
-    """Rewards a right guess by 1 less a tenth for each guess before; ``env.options.most`` bounds the guesses."""
+    """Rewards a right guess by 1 less a tenth for each guess before; ``env.options.most`` bounds the
+    guesses."""
 
     def __init__(self, cfg: dict[str, Any]) -> None:
         self.most = cfg["most"]
         self.batches: list[int] = []
 
-    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: list[list[dict[str, str]]], metadata: list[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Compare the last message of each conversation with its number."""
         self.batches.append(len(metadata))
         observations, following, rewards, ends = [], [], [], []
@@ -29,7 +33,9 @@ class HigherLower(EnvironmentInterface[dict[str, Any]]):
             ends.append(guess == wanted or guesses == self.most)
             following.append({**known, "guesses": guesses})
         stops: list[list[str] | None] = [["\n"] if known["guesses"] == 1 else None for known in following]
-        return EnvironmentReturn(observations, following, stops, torch.tensor(rewards), torch.tensor(ends), [None] * len(ends))  # type: ignore[arg-type]
+        return EnvironmentReturn(
+            observations, following, stops, torch.tensor(rewards), torch.tensor(ends), [None] * len(ends)
+        )  # type: ignore[arg-type]
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Part of the interface."""

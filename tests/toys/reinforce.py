@@ -21,7 +21,8 @@ class ReinforceConfig(TypedDict):
 
 
 class WeightedLikelihood:
-    """Loss: minus the log-probabilities of the responses, weighted by advantages, over the tokens of the global batch."""
+    """Loss: minus the log-probabilities of the responses, weighted by advantages, over the tokens of the
+    global batch."""
 
     metric_reductions: Mapping[str, Any] = {}
 
@@ -30,10 +31,14 @@ class WeightedLikelihood:
 
         self.loss_type, self.input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
 
-    def __call__(self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Loss and metrics of one micro-batch, see ``LossFunction``."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)
-        loss = -(next_token_logprobs * data["advantages"][:, 1:] * mask).sum() / global_valid_toks.clamp(min=1)
+        loss = -(next_token_logprobs * data["advantages"][:, 1:] * mask).sum() / global_valid_toks.clamp(
+            min=1
+        )
         return loss, {"loss": loss.detach()}
 
 
@@ -50,7 +55,9 @@ class Reinforce(Algorithm):
         assert parts.environment is not None
         self.parts, self.config, self.policy = parts, parts.config["reinforce"], parts.models[ACTOR]
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
-        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
+        self.collector = Collector(
+            self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit
+        )
         self.loss_fn = WeightedLikelihood()
 
     def step(self, step: int) -> dict[str, float]:
@@ -67,13 +74,17 @@ class Reinforce(Algorithm):
         batch: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         self.policy.prepare_for_lp_inference()
         logprobs = self.policy.get_logprobs(batch)["logprobs"]
-        mismatch = mismatch_metrics(samples["generation_logprobs"], logprobs, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
+        mismatch = mismatch_metrics(
+            samples["generation_logprobs"], logprobs, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        )
         known = samples["reward"][~samples["masked"]]
         baseline = float(known.mean()) if len(known) else 0.0
         advantages = self.config["scale"] * (samples["reward"] - baseline)
         batch["advantages"] = advantages.unsqueeze(1).expand_as(batch["token_mask"]).contiguous()
         self.policy.prepare_for_training()
-        result = self.parts.skipped.train(self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records])
+        result = self.parts.skipped.train(
+            self.policy, batch, self.loss_fn, step, [record.index for record in rollouts.records]
+        )
         self.policy.finish_training()
         if self.parts.refit is not None:
             self.parts.refit.stale = True

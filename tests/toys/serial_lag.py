@@ -1,7 +1,9 @@
-"""GRPO on old answers, one thing after another: what asynchronous training has to be equal to, and with delays, what must not matter.
+"""GRPO on old answers, one thing after another: what asynchronous training has to be equal to, and with
+delays, what must not matter.
 
-``SERIAL_LAG`` in the environment is k. Nothing of the code that samples beside training is used: the weights of every step are kept as
-checkpoints, and before a step is sampled those of k steps ago are loaded and sent to the engines.
+``SERIAL_LAG`` in the environment is k. Nothing of the code that samples beside training is used: the weights
+of every step are kept as checkpoints, and before a step is sampled those of k steps ago are loaded and sent
+to the engines.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class SerialLag(GRPO):
 
 
 class Delayed(GRPO):
-    """GRPO whose sampling and training each take as long as they like; ``DELAY_SEED`` in the environment says how long."""
+    """GRPO whose sampling and training each take as long as they like; ``DELAY_SEED`` in the environment says
+    how long."""
 
     def __init__(self, parts: Any) -> None:
         super().__init__(parts)

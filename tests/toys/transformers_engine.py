@@ -65,7 +65,15 @@ class TransformersEngine(RolloutEngine):
         from megarl.weight_sync.transfer_group import TransferGroup
 
         def join() -> None:
-            group = TransferGroup(ip, port, world_size, 1, digest=self.manifest.digest, device=torch.device("cpu"), handshake_s=60.0)
+            group = TransferGroup(
+                ip,
+                port,
+                world_size,
+                1,
+                digest=self.manifest.digest,
+                device=torch.device("cpu"),
+                handshake_s=60.0,
+            )
             self.listener = WeightListener(group, self.manifest)
 
         return [self.executor.submit(join)]
@@ -98,8 +106,12 @@ class TransformersEngine(RolloutEngine):
         torch.set_num_threads(self.generation["engine_cfg"]["threads"])
         settings = SamplingSettings.of(self.generation | dict(sampling or {}), greedy=greedy)
         lengths = data["input_lengths"].tolist()
-        strings = stop_strings_of_rows(self.generation["stop_strings"], data.get("stop_strings"), len(lengths))
-        bounds = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [self.longest] * len(lengths)
+        strings = stop_strings_of_rows(
+            self.generation["stop_strings"], data.get("stop_strings"), len(lengths)
+        )
+        bounds = (
+            data["max_new_tokens"].tolist() if "max_new_tokens" in data else [self.longest] * len(lengths)
+        )
         rows, scores, truncated = [], [], []
         for row, length in enumerate(lengths):
             ids = data["input_ids"][row, :length].tolist()
@@ -122,8 +134,11 @@ class TransformersEngine(RolloutEngine):
             }
         )
 
-    def _continue(self, ids: list[int], most: int, seed: int, settings: Any, stops: Any) -> tuple[list[float], bool]:
-        """Append at most so many tokens to a row: their log-probabilities, and whether the last one stops it."""
+    def _continue(
+        self, ids: list[int], most: int, seed: int, settings: Any, stops: Any
+    ) -> tuple[list[float], bool]:
+        """Append at most so many tokens to a row: their log-probabilities, and whether the last one stops
+        it."""
         import numpy as np
         import torch
 
@@ -151,4 +166,6 @@ class TransformersEngine(RolloutEngine):
         return True
 
 
-KIND = EngineKind("transformers", start=lambda cluster, config: TransformersEngine(config), section=TransformersConfig)
+KIND = EngineKind(
+    "transformers", start=lambda cluster, config: TransformersEngine(config), section=TransformersConfig
+)

@@ -47,4 +47,6 @@ class TwoTools(MessageEnv):
         if answers:
             return Step(answers, reward=0.1, metrics={"calls": len(answers)})
         right = float(message["content"].strip() == self.record.answer)
-        return Step(reward=right, accuracy=right, done=True)  # without accuracy, the sum of all rewards is reported as it
+        return Step(
+            reward=right, accuracy=right, done=True
+        )  # without accuracy, the sum of all rewards is reported as it

@@ -1,4 +1,5 @@
-"""Toy variants of GRPO, each named in a configuration: an estimator of advantages, a loss, and an algorithm."""
+"""Toy variants of GRPO, each named in a configuration: an estimator of advantages, a loss, and an
+algorithm."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def above_the_others(inputs: AdvantageInputs) -> Tensor:
 
 
 class PlainGradient:
-    """Minus the log-probabilities of sampled tokens times their advantages, over the tokens of the global batch (REINFORCE)."""
+    """Minus the log-probabilities of sampled tokens times their advantages, over the tokens of the global
+    batch (REINFORCE)."""
 
     loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
     metric_reductions: Mapping[str, Any] = {}
@@ -33,10 +35,14 @@ class PlainGradient:
     def __init__(self, section: Mapping[str, Any]) -> None:
         self.scale = section["options"].get("scale", 1.0)
 
-    def __call__(self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, next_token_logprobs: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Return loss and metrics of one micro-batch, see ``LossFunction``."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)
-        loss = -self.scale * (next_token_logprobs * data["advantages"][:, 1:] * mask).sum() / global_valid_toks
+        loss = (
+            -self.scale * (next_token_logprobs * data["advantages"][:, 1:] * mask).sum() / global_valid_toks
+        )
         return loss, {"loss": loss.detach()}
 
 

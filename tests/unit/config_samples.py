@@ -47,7 +47,12 @@ def _shared() -> dict[str, Any]:
         },
         "data": {
             "train": {"path": "train.jsonl", "prompt_key": "question", "answer_key": "answer"},
-            "validation": {"name": "owner/records", "split": "test", "prompt_key": "question", "answer_key": "answer"},
+            "validation": {
+                "name": "owner/records",
+                "split": "test",
+                "prompt_key": "question",
+                "answer_key": "answer",
+            },
             "max_input_seq_length": 110,
         },
         "cluster": {"gpus_per_node": 6, "num_nodes": 2, "device": "cpu"},
@@ -55,7 +60,8 @@ def _shared() -> dict[str, Any]:
 
 
 def raw_grpo() -> dict[str, Any]:
-    """A GRPO run as a user writes it: required keys and a few others. 12 ranks: pipeline 2, data 3, tensor 2."""
+    """A GRPO run as a user writes it: required keys and a few others. 12 ranks: pipeline 2, data 3, tensor
+    2."""
     run = _shared()
     run["policy"]["generation"] = {"backend": "megatron", "max_new_tokens": 500}
     return {
@@ -89,7 +95,10 @@ def raw_distillation() -> dict[str, Any]:
     run = raw_grpo()
     del run["grpo"], run["loss_fn"]
     distillation = {"num_prompts_per_step": 60, "max_num_steps": 9, "topk_logits_k": 16}
-    teacher = {"model_name": "owner/a-larger-model", "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}}
+    teacher = {
+        "model_name": "owner/a-larger-model",
+        "megatron_cfg": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+    }
     return {**run, "algorithm": "distillation", "distillation": distillation, "teacher": teacher}
 
 
@@ -104,7 +113,12 @@ def raw_dpo() -> dict[str, Any]:
     run = _shared()
     pairs = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
     sources = {key: {"path": f"{key}.jsonl", **pairs} for key in ("train", "validation")}
-    return {"algorithm": "dpo", **run, "data": {**run["data"], **sources}, "dpo": {"max_num_steps": 11, "val_period": 3}}
+    return {
+        "algorithm": "dpo",
+        **run,
+        "data": {**run["data"], **sources},
+        "dpo": {"max_num_steps": 11, "val_period": 3},
+    }
 
 
 def raw_rm() -> dict[str, Any]:
@@ -139,10 +153,24 @@ def complete(raw: dict[str, Any], changes: dict[str, Any] | None = None) -> dict
 def gated_delta(*, num_layers: int = 10, **changes: Any) -> GatedDeltaNet:
     """Gated delta nets of 4 key and 8 value heads in three layers of four."""
     sizes = {"key_heads": 4, "value_heads": 8, "key_width": 24, "value_width": 20, "convolution": 4}
-    return GatedDeltaNet(**{"layers": tuple(bool((layer + 1) % 4) for layer in range(num_layers)), **sizes, **changes})
+    return GatedDeltaNet(
+        **{"layers": tuple(bool((layer + 1) % 4) for layer in range(num_layers)), **sizes, **changes}
+    )
 
 
 def mixture(*, num_layers: int = 10, dense_layers: Collection[int] = (), **changes: Any) -> MixtureOfExperts:
     """Three of eight experts of width 84 in all layers but those named."""
-    sizes = {"num_experts": 8, "experts_per_token": 3, "ffn_hidden_size": 84, "normalized": True, "auxiliary_loss_coefficient": 0.0}
-    return MixtureOfExperts(**{"sparse_layers": tuple(layer not in dense_layers for layer in range(num_layers)), **sizes, **changes})
+    sizes = {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "ffn_hidden_size": 84,
+        "normalized": True,
+        "auxiliary_loss_coefficient": 0.0,
+    }
+    return MixtureOfExperts(
+        **{
+            "sparse_layers": tuple(layer not in dense_layers for layer in range(num_layers)),
+            **sizes,
+            **changes,
+        }
+    )

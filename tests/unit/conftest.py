@@ -1,5 +1,5 @@
-"""How hypothesis tries the unit tests (as long as a slow machine takes, and a failure says how to repeat it), and what whole runs of a
-driver begin from."""
+"""How hypothesis tries the unit tests (as long as a slow machine takes, and a failure says how to repeat it),
+and what whole runs of a driver begin from."""
 
 from __future__ import annotations
 
@@ -24,5 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of sums. Seven records and batches of four: steps run over the ends of epochs."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7)))
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(2 * left)}) for left in range(7))
+    )
     return str(path)

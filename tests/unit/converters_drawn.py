@@ -76,7 +76,10 @@ def drawn_models(draw: st.DrawFn) -> DrawnModel:
         )
         architecture = dataclasses.replace(architecture, mixture=mixture)
     if architecture.latent_attention is not None:
-        ranks = {"q_lora_rank": architecture.latent_attention.q_lora_rank and 3 * tensor_size, "kv_lora_rank": 4 * tensor_size}
+        ranks = {
+            "q_lora_rank": architecture.latent_attention.q_lora_rank and 3 * tensor_size,
+            "kv_lora_rank": 4 * tensor_size,
+        }
         latent = dataclasses.replace(architecture.latent_attention, **ranks, qk_rope_head_dim=2 * tensor_size)
         architecture = dataclasses.replace(architecture, latent_attention=latent)
     if architecture.gated_delta is not None:

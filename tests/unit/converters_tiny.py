@@ -1,4 +1,5 @@
-"""Tiny models of every family for the converter tests, with all sizes different and every element distinct."""
+"""Tiny models of every family for the converter tests, with all sizes different and every element
+distinct."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ SIZES: dict[str, Any] = {
 }
 
 MIXTRAL: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 4, "sliding_window": None}
-QWEN3_MOE: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 4, "moe_intermediate_size": 22, "norm_topk_prob": True}
+QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 22,
+    "norm_topk_prob": True,
+}
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 7,
     "num_experts_per_tok": 3,
@@ -130,7 +136,16 @@ GPT_OSS: dict[str, Any] = {
 WINDOWS = ["full_attention", "sliding_attention", "full_attention"]
 SEED_OSS: dict[str, Any] = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 DOTS1: dict[str, Any] = {
-    **{key: GLM4_MOE[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")},
+    **{
+        key: GLM4_MOE[key]
+        for key in (
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+            "moe_intermediate_size",
+        )
+    },
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
@@ -146,14 +161,25 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek_v2_groups_tied": (
         DeepseekV2Config,
-        {**DEEPSEEK, "topk_method": "group_limited_greedy", "first_k_dense_replace": 0, "tie_word_embeddings": True},
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
     ),
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK_V3),
     "deepseek_v3_dense": (DeepseekV3Config, {**DEEPSEEK_V3, "first_k_dense_replace": 3, "q_lora_rank": None}),
     "dots1": (Dots1Config, DOTS1),
-    "dots1_window_tied": (Dots1Config, {**DOTS1, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True}),
+    "dots1_window_tied": (
+        Dots1Config,
+        {**DOTS1, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
     "glm4_moe_lite": (Glm4MoeLiteConfig, GLM4_MOE_LITE),
-    "glm4_moe_lite_all_experts": (Glm4MoeLiteConfig, {**GLM4_MOE_LITE, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": None}),
+    "glm4_moe_lite_all_experts": (
+        Glm4MoeLiteConfig,
+        {**GLM4_MOE_LITE, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": None},
+    ),
     "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
     "glm4_moe_all_experts_tied": (
         Glm4MoeConfig,
@@ -171,7 +197,12 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt_oss": (GptOssConfig, GPT_OSS),
     "gpt_oss_full_tied": (
         GptOssConfig,
-        {**GPT_OSS, "layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {
+            **GPT_OSS,
+            "layer_types": ["full_attention"] * 3,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama": (LlamaConfig, {}),
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 3}),
@@ -186,38 +217,73 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "qwen2_tied": (
         Qwen2Config,
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
     ),
     "qwen2_moe": (Qwen2MoeConfig, QWEN2_MOE),
     "qwen2_moe_mixed_tied": (
         Qwen2MoeConfig,
-        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_key_value_heads": 3, "tie_word_embeddings": True},
+        {
+            **QWEN2_MOE,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 6}),
     "qwen3_tied": (
         Qwen3Config,
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
     ),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),
     "qwen3_moe_mixed": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "qwen3_5_text": (Qwen3_5TextConfig, GATED_DELTA),
-    "qwen3_5_text_tied": (Qwen3_5TextConfig, {**GATED_DELTA, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "qwen3_5_text_tied": (
+        Qwen3_5TextConfig,
+        {**GATED_DELTA, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {**QWEN2_MOE, **GATED_DELTA}),
     "qwen3_next": (Qwen3NextConfig, QWEN3_NEXT),
     "qwen3_next_mixed_tied": (
         Qwen3NextConfig,
-        {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1]}
-        | {"norm_topk_prob": False, "num_key_value_heads": 3, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+        {
+            **QWEN3_NEXT,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+        }
+        | {
+            "norm_topk_prob": False,
+            "num_key_value_heads": 3,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
     ),
     "seed_oss": (SeedOssConfig, {**SEED_OSS, "attention_bias": True}),
     "seed_oss_all_biases_tied": (
         SeedOssConfig,
-        {**SEED_OSS, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {
+            **SEED_OSS,
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
 
-# every tensor is stored by itself; of GPT-OSS the experts are stacked always (tests/unit/test_converters_gpt_oss.py)
+# every tensor is stored by itself; of GPT-OSS the experts are stacked always
+# (tests/unit/test_converters_gpt_oss.py)
 ALONE = [name for name in CONFIGS if not name.startswith("gpt_oss")]
 
 
@@ -230,14 +296,19 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A model with random weights, norms and biases included."""
     torch.manual_seed(sum(map(ord, name)))
-    # The grouped matrix product that transformers prefers wants rows of a multiple of 16 bytes; tiny ones are not.
-    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=dtype, experts_implementation="eager").eval()
+    # The grouped matrix product that transformers prefers wants rows of a multiple of 16 bytes; tiny ones are
+    # not.
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(name, **changes), dtype=dtype, experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape) * 0.2
             parameter.copy_((1.0 + noise if parameter.dim() == 1 else noise).to(dtype))
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):  # as large as the scores that it corrects, and not of half precision
+            if buffer_name.endswith(
+                "e_score_correction_bias"
+            ):  # as large as the scores that it corrects, and not of half precision
                 buffer.copy_(torch.rand(buffer.shape) - 0.5)
     return model
 
@@ -250,7 +321,8 @@ def save_tiny(
     stacked_experts: bool = False,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Save such a model with transformers, each expert alone as it does by default, or stacked as its models hold them."""
+    """Save such a model with transformers, each expert alone as it does by default, or stacked as its models
+    hold them."""
     model = tiny_model(name, dtype, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size, save_original_format=not stacked_experts)
     return model
@@ -258,4 +330,8 @@ def save_tiny(
 
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor that transformers saved. Its models hold experts in another form than it saves them in."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

@@ -1,4 +1,5 @@
-"""Whole runs of the drivers in one process, around the plain reference policy: configurations, a policy that fails, what a run leaves."""
+"""Whole runs of the drivers in one process, around the plain reference policy: configurations, a policy that
+fails, what a run leaves."""
 
 from __future__ import annotations
 
@@ -51,9 +52,21 @@ def make_config(algorithm: str, run_dir: Path, model: str, data: str, **section:
         config["policy"] |= {"train_global_batch_size": 3, "train_micro_batch_size": 1}
         pairs = {"path": data, "prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
         config["data"] |= {"train": pairs, "validation": pairs, "cache_dir": str(run_dir.parent / "cache")}
-        config["dpo"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+        config["dpo"] = {
+            "max_num_steps": STEPS,
+            "val_period": 2,
+            "val_global_batch_size": 4,
+            "val_micro_batch_size": 2,
+            **section,
+        }
     elif algorithm == "sft":
-        config["sft"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+        config["sft"] = {
+            "max_num_steps": STEPS,
+            "val_period": 2,
+            "val_global_batch_size": 4,
+            "val_micro_batch_size": 2,
+            **section,
+        }
     else:
         config[algorithm] = {
             "num_prompts_per_step": 4,
@@ -89,7 +102,9 @@ class PolicyMaker:
         at_call: called at the beginning of each training call with its number, from 1.
     """
 
-    def __init__(self, crash_after: int | None = None, at_call: Callable[[int], None] = lambda call: None) -> None:
+    def __init__(
+        self, crash_after: int | None = None, at_call: Callable[[int], None] = lambda call: None
+    ) -> None:
         self.crash_after = crash_after
         self.at_call = at_call
         self.policies: list[ReferencePolicy] = []
@@ -106,7 +121,10 @@ class PolicyMaker:
         policy = ReferencePolicy(
             at(config, role.section),
             tokenizer,
-            *(None if path is None else str(path) for path in (start.weights_path(role), start.optimizer_path(role))),
+            *(
+                None if path is None else str(path)
+                for path in (start.weights_path(role), start.optimizer_path(role))
+            ),
         )
         stack.callback(policy.shutdown)
         self.policies.append(policy)
@@ -131,11 +149,15 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
     """The rows without clock readings."""
-    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "performance/", "time"))} for row in rows(run_dir)]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("timing/", "performance/", "time"))}
+        for row in rows(run_dir)
+    ]
 
 
 def cut_off(policy: ReferencePolicy, cut: Mapping[int, slice]) -> ReferencePolicy:
-    """A policy that says of some of its answers, slices by the number of its call from 1, and of no others that they were cut off."""
+    """A policy that says of some of its answers, slices by the number of its call from 1, and of no others
+    that they were cut off."""
     generate, calls = policy.generate, itertools.count(1)
 
     def generate_and_say(*args: Any, **kwargs: Any) -> Any:
@@ -156,4 +178,6 @@ def check_same(run_dir: Path, other: Path) -> None:
     """Two runs have the same rows and the same final weights, to the bit."""
     assert comparable(run_dir) == comparable(other), run_dir
     weights = final_weights(run_dir)
-    assert [name for name, tensor in final_weights(other).items() if not torch.equal(weights[name], tensor)] == [], run_dir
+    assert [
+        name for name, tensor in final_weights(other).items() if not torch.equal(weights[name], tensor)
+    ] == [], run_dir

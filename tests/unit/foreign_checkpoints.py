@@ -1,4 +1,5 @@
-"""Checkpoints as other trainers leave them, for the converter tests: real tensors under foreign keys, and settings written down by hand."""
+"""Checkpoints as other trainers leave them, for the converter tests: real tensors under foreign keys, and
+settings written down by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors
 
 
 class Backend(enum.Enum):
-    """An enum as Megatron-LM keeps them among its arguments; nothing that reads a checkpoint can import this one."""
+    """An enum as Megatron-LM keeps them among its arguments; nothing that reads a checkpoint can import this
+    one."""
 
     AUTO = 5
 
@@ -86,8 +88,20 @@ COMMON: dict[str, Any] = {
     "window_size": None,
     "world_size": 4,
 }
-_QWEN3_MOE = {"moe_aux_loss_coeff": 0.001, "moe_ffn_hidden_size": 22, "moe_router_topk": 4, "num_experts": 7, "qk_layernorm": True}
-_MIXTRAL = {"moe_aux_loss_coeff": 0.001, "moe_ffn_hidden_size": 52, "moe_router_topk": 4, "norm_epsilon": 1e-5, "num_experts": 5}
+_QWEN3_MOE = {
+    "moe_aux_loss_coeff": 0.001,
+    "moe_ffn_hidden_size": 22,
+    "moe_router_topk": 4,
+    "num_experts": 7,
+    "qk_layernorm": True,
+}
+_MIXTRAL = {
+    "moe_aux_loss_coeff": 0.001,
+    "moe_ffn_hidden_size": 52,
+    "moe_router_topk": 4,
+    "norm_epsilon": 1e-5,
+    "num_experts": 5,
+}
 _QWEN2_MOE = {
     "moe_aux_loss_coeff": 0.001,
     "add_qkv_bias": True,
@@ -125,7 +139,8 @@ def arguments_for(name: str, **changes: Any) -> argparse.Namespace:
 
 
 def tensors_of(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Save a tiny model as ``directory/hf`` and give its tensors under Megatron-Core's keys, the vocabulary padded to 128."""
+    """Save a tiny model as ``directory/hf`` and give its tensors under Megatron-Core's keys, the vocabulary
+    padded to 128."""
     save_tiny(directory / "hf", name, dtype)
     import_model(plan_import(open_source(directory / "hf"), vocab_multiple=128), directory / "imported")
     checkpoint = TorchDistCheckpoint(directory / "imported")
@@ -135,30 +150,52 @@ def tensors_of(name: str, directory: Path, dtype: torch.dtype = torch.float32) -
 
 
 def write_checkpoint(
-    directory: Path, tensors: Mapping[str, Tensor], arguments: argparse.Namespace | None = None, objects: Mapping[str, Any] | None = None
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    arguments: argparse.Namespace | None = None,
+    objects: Mapping[str, Any] | None = None,
 ) -> Path:
     """A checkpoint written by torch's own code, with the arguments where Megatron-LM has them."""
     directory.mkdir(parents=True)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save({**tensors, **(objects or {})}, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
-    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    dcp.save(
+        {**tensors, **(objects or {})},
+        storage_writer=dcp.FileSystemWriter(directory),
+        planner=planner,
+        no_dist=True,
+    )
+    (directory / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     if arguments is not None:
-        state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 12, "opt_param_scheduler": {"num_steps": 4}}
+        state = {
+            "args": arguments,
+            "checkpoint_version": 3.0,
+            "iteration": 12,
+            "opt_param_scheduler": {"num_steps": 4},
+        }
         torch.save(state, directory / "common.pt")
     return directory
 
 
 def megatron_lm(directory: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """What Megatron-LM leaves of a tiny model: a tracker and an iteration; the model itself is ``hf`` beside it."""
+    """What Megatron-LM leaves of a tiny model: a tracker and an iteration; the model itself is ``hf`` beside
+    it."""
     tensors = tensors_of(name, directory, dtype)
     write_checkpoint(directory / "run" / "iter_0000012", tensors, arguments_for(name, **changes))
     (directory / "run" / "latest_checkpointed_iteration.txt").write_text("12\n")
     return directory / "run"
 
 
-def renamed(tensors: Mapping[str, Tensor], change: Callable[[str, Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def renamed(
+    tensors: Mapping[str, Tensor], change: Callable[[str, Tensor], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """The tensors, each replaced by what ``change`` makes of it."""
-    return {key: tensor.contiguous() for old, value in tensors.items() for key, tensor in change(old, value).items()}
+    return {
+        key: tensor.contiguous()
+        for old, value in tensors.items()
+        for key, tensor in change(old, value).items()
+    }
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -166,7 +203,9 @@ def config_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text())
 
 
-def assert_exported(source: Path, target: Path, model: Path, *flags: str, dtype: torch.dtype | None = None) -> None:
+def assert_exported(
+    source: Path, target: Path, model: Path, *flags: str, dtype: torch.dtype | None = None
+) -> None:
     """Export by the command, and compare tensors bit for bit and the config by its meaning."""
     assert main(["export", str(source), str(target), *flags]) == 0
     expected, found = stored_tensors(model), stored_tensors(target)
@@ -190,4 +229,7 @@ def split_experts(key: str, tensor: Tensor, axis: int) -> dict[str, Tensor]:
     """Every expert under a key of its own."""
     if ".experts.experts." not in key:
         return {key: tensor}
-    return {key.replace("experts.experts.", f"experts.experts.{index}."): one for index, one in enumerate(tensor.unbind(axis))}
+    return {
+        key.replace("experts.experts.", f"experts.experts.{index}."): one
+        for index, one in enumerate(tensor.unbind(axis))
+    }

@@ -1,8 +1,10 @@
-"""Count how often the log-probabilities read and write the logits, forward and backward: alone, with entropies, with further tokens.
+"""Count how often the log-probabilities read and write the logits, forward and backward: alone, with
+entropies, with further tokens.
 
-Of the PyTorch code, torch's dispatcher shows each operation and the tensors that it reads and writes. Of the Triton kernels, Triton's
-interpreter shows each element that they load and store. The unit is a pass: as many elements as there
-are logits, whatever their dtype. A few numbers a token, such as its maximum, are far below one and are counted too.
+Of the PyTorch code, torch's dispatcher shows each operation and the tensors that it reads and writes. Of the
+Triton kernels, Triton's interpreter shows each element that they load and store. The unit is a pass: as many
+elements as there are logits, whatever their dtype. A few numbers a token, such as its maximum, are far below
+one and are counted too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ TOKENS, VOCABULARY = 6, 8292
 BY_KERNELS = {"forward_read": 1, "forward_written": 0, "backward_read": 1, "backward_written": 1}
 BY_PYTORCH = {"forward_read": 5, "forward_written": 3, "backward_read": 5, "backward_written": 5}
 """Passes of log-probabilities alone."""
-# operations that write a tensor without reading what it held, and those that touch as many elements as their index has
+# operations that write a tensor without reading what it held, and those that touch as many elements as their
+# index has
 OVERWRITING, INDEXED = {"copy_", "fill_", "zero_"}, {"gather", "scatter_add_"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -40,7 +43,8 @@ Counting = Callable[[], AbstractContextManager["Counter[str]"]]
 
 
 def passes_of_kernels(variant: str) -> dict[str, float]:
-    """Passes of the Triton kernels by name, as in ``BY_KERNELS``, where Triton was imported with ``TRITON_INTERPRET=1``."""
+    """Passes of the Triton kernels by name, as in ``BY_KERNELS``, where Triton was imported with
+    ``TRITON_INTERPRET=1``."""
     from megarl.models.engine import logprob_kernels
 
     return _passes(logprob_kernels, _by_interpreter, variant)
@@ -58,7 +62,9 @@ def _passes(kernels: ModuleType | None, counting: Counting, variant: str) -> dic
         scored = logits * 1
         with counting() as count:
             shard = VocabularyShard(VOCABULARY)
-            scores = vocab_parallel_scores(scored, torch.arange(TOKENS), shard, overwrite=True, **VARIANTS[variant])
+            scores = vocab_parallel_scores(
+                scored, torch.arange(TOKENS), shard, overwrite=True, **VARIANTS[variant]
+            )
             others = [values.sum() for values in (scores.entropies, scores.further) if values is not None]
         found |= {f"forward_{name}": count[name] / logits.numel() for name in ("read", "written")}
         with counting() as count:
@@ -77,16 +83,27 @@ class _Elements(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = operation(*arguments, **(options or {}))
         name = operation.overloadpacket.__name__
-        tensors = {given.name: value for given, value in zip(operation._schema.arguments, arguments, strict=False)}
+        tensors = {
+            given.name: value for given, value in zip(operation._schema.arguments, arguments, strict=False)
+        }
         tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-        written = {given.name for given in operation._schema.arguments if given.alias_info is not None and given.alias_info.is_write}
+        written = {
+            given.name
+            for given in operation._schema.arguments
+            if given.alias_info is not None and given.alias_info.is_write
+        }
         if name in INDEXED:
             self.count.update(read=arguments[2].numel(), written=arguments[2].numel())
         elif not operation.is_view and not name.startswith(("empty", "new_empty", "detach", "_unsafe_view")):
-            held = {key: tensor for key, tensor in tensors.items() if not (key in written and name in OVERWRITING)}
+            held = {
+                key: tensor for key, tensor in tensors.items() if not (key in written and name in OVERWRITING)
+            }
             results = result if isinstance(result, (tuple, list)) else [result]
             made = [tensor for tensor in results if isinstance(tensor, Tensor)]
-            self.count.update(read=sum(tensor.numel() for tensor in held.values()), written=sum(tensor.numel() for tensor in made))
+            self.count.update(
+                read=sum(tensor.numel() for tensor in held.values()),
+                written=sum(tensor.numel() for tensor in made),
+            )
         return result
 
 
@@ -111,5 +128,8 @@ def _by_interpreter() -> Iterator[Counter[str]]:
         count["written"] += int(mask.data.sum())
         return store(self, pointers, value, mask, *rest)
 
-    with patched((InterpreterBuilder, "create_masked_load", counted_load), (InterpreterBuilder, "create_masked_store", counted_store)):
+    with patched(
+        (InterpreterBuilder, "create_masked_load", counted_load),
+        (InterpreterBuilder, "create_masked_store", counted_store),
+    ):
         yield count

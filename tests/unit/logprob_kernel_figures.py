@@ -1,7 +1,7 @@
 """What Triton's interpreter finds of the kernels of log-probabilities, as JSON.
 
-``TRITON_INTERPRET=1 MEGARL_LOGPROB_KERNEL=1 python -m tests.unit.logprob_kernel_figures``: a process of its own, because Triton decides at
-its import whether it interprets.
+``TRITON_INTERPRET=1 MEGARL_LOGPROB_KERNEL=1 python -m tests.unit.logprob_kernel_figures``: a process of its
+own, because Triton decides at its import whether it interprets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from megarl.models.engine import logprob_kernels, logprobs
-from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
+from megarl.models.engine.logprobs import (
+    SoftmaxSums,
+    VocabularyShard,
+    vocab_parallel_logprobs,
+    vocab_parallel_scores,
+)
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.patched import patched
 from tests.kept_tokens import _kept
@@ -34,18 +39,42 @@ def cases() -> Iterator[tuple[str, Tensor, Tensor, SamplingSettings, int]]:
         return torch.randint(vocabulary, (tokens,), generator=generator)
 
     for vocabulary in (1, 2, 63, 64, 65, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77):
-        yield f"vocabulary of {vocabulary}", drawn(3, vocabulary), targets(3, vocabulary), SamplingSettings(), 1
+        yield (
+            f"vocabulary of {vocabulary}",
+            drawn(3, vocabulary),
+            targets(3, vocabulary),
+            SamplingSettings(),
+            1,
+        )
     yield "one token", drawn(1, 501), targets(1, 501), SamplingSettings(temperature=2), 1
     yield "no tokens", drawn(0, 501), targets(0, 501), SamplingSettings(), 1
     for dtype in (torch.bfloat16, torch.float16):
-        yield str(dtype), drawn(4, BLOCK + 9, 8.0).to(dtype), targets(4, BLOCK + 9), SamplingSettings(temperature=0.7), 1
+        yield (
+            str(dtype),
+            drawn(4, BLOCK + 9, 8.0).to(dtype),
+            targets(4, BLOCK + 9),
+            SamplingSettings(temperature=0.7),
+            1,
+        )
     yield "ties", torch.zeros(3, BLOCK + 5), targets(3, BLOCK + 5), SamplingSettings(), 1
-    yield "ties at the edge of what is kept", torch.tensor([[2.0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]), torch.tensor([2, 4]), some, 1
+    yield (
+        "ties at the edge of what is kept",
+        torch.tensor([[2.0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
+        torch.tensor([2, 4]),
+        some,
+        1,
+    )
     for largest in (1e4, -1e4, 1e30):
         yield f"logits of {largest:g}", drawn(3, 300) + largest, targets(3, 300), SamplingSettings(), 1
     holes = drawn(4, BLOCK + 40)
     holes[:, 0], holes[0, :BLOCK], holes[1, BLOCK:] = -torch.inf, -torch.inf, -torch.inf
-    yield "minus infinity in whole blocks", holes, torch.tensor([BLOCK + 3, 5, 9, BLOCK]), SamplingSettings(), 1
+    yield (
+        "minus infinity in whole blocks",
+        holes,
+        torch.tensor([BLOCK + 3, 5, 9, BLOCK]),
+        SamplingSettings(),
+        1,
+    )
     for ranks in (2, 3, 4):
         for name, sampling in (("", SamplingSettings(temperature=1.3)), (", some kept", some)):
             # the last rank has padding, with four ranks nothing else; all targets are on the first two
@@ -54,15 +83,25 @@ def cases() -> Iterator[tuple[str, Tensor, Tensor, SamplingSettings, int]]:
 
 
 def in_shards(
-    logits: Tensor, targets: Tensor, weights: Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    sampling: SamplingSettings,
+    ranks: int,
+    with_entropies: bool,
 ) -> tuple[Tensor, Tensor]:
     """Values [1 or 2, T] and gradient when every rank has 37 columns, brought together in float64 by hand."""
     size = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, ranks * 37 - size), value=torch.nan)
-    shards = [(padded[:, 37 * rank : 37 * rank + 37].clone(), VocabularyShard(size, 37 * rank)) for rank in range(ranks)]
+    shards = [
+        (padded[:, 37 * rank : 37 * rank + 37].clone(), VocabularyShard(size, 37 * rank))
+        for rank in range(ranks)
+    ]
     bounds = logprobs._kept_bounds(logits, VocabularyShard(size), sampling)
     options = (sampling.temperature, bounds, with_entropies)
-    found = torch.stack([logprobs._local_statistics(part, targets, shard, *options) for part, shard in shards]).double()
+    found = torch.stack(
+        [logprobs._local_statistics(part, targets, shard, *options) for part, shard in shards]
+    ).double()
     maximum = found[:, 0].amax(0)
     total, target = (found[:, 1] * (found[:, 0] - maximum).exp()).sum(0), found[:, 2].sum(0)
     left_out = torch.zeros_like(total)
@@ -74,9 +113,17 @@ def in_shards(
         below = found[:, 0] - maximum
         moved = torch.where(below.isfinite(), found[:, 3] + found[:, 1] * below, 0.0) * below.exp()
         values.append(total.log() - (moved.sum(0) + left_out * (target - maximum)) / total)
-    sums = SoftmaxSums(maximum.float(), total.float(), (left_out / total).float(), bounds, *(each.float() for each in values[1:]))
+    sums = SoftmaxSums(
+        maximum.float(),
+        total.float(),
+        (left_out / total).float(),
+        bounds,
+        *(each.float() for each in values[1:]),
+    )
     given = (sampling.temperature, sums, *weights)
-    gradients = [logprobs.gradient_of_logits(part, targets, shard, *given, overwrite=True) for part, shard in shards]
+    gradients = [
+        logprobs.gradient_of_logits(part, targets, shard, *given, overwrite=True) for part, shard in shards
+    ]
     assert all(one.data_ptr() == part.data_ptr() for one, (part, _) in zip(gradients, shards, strict=True))
     whole = torch.cat(gradients, dim=1)
     assert whole[:, size:].eq(0).all()
@@ -84,14 +131,19 @@ def in_shards(
 
 
 def left_out(scaled: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
-    """[T, V] bool: what sampling leaves out of float64 rows, neither tokens that tie with the last one kept nor targets."""
+    """[T, V] bool: what sampling leaves out of float64 rows, neither tokens that tie with the last one kept
+    nor targets."""
     least = [min(row[token] for token in _kept(row.tolist(), sampling)) for row in scaled]
     return (scaled < torch.stack(least)[:, None]).scatter(1, targets[:, None], False)
 
 
-def errors(logits: Tensor, targets: Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool) -> dict[str, float]:
+def errors(
+    logits: Tensor, targets: Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool
+) -> dict[str, float]:
     """Largest differences from float64, relative where numbers are above 1."""
-    weights = torch.stack([torch.linspace(-1, 2, len(targets)), torch.linspace(1, -3, len(targets))][: 1 + with_entropies])
+    weights = torch.stack(
+        [torch.linspace(-1, 2, len(targets)), torch.linspace(1, -3, len(targets))][: 1 + with_entropies]
+    )
     weights[:, 1::3] = 0  # positions that a mask leaves out
     exact = logits.double().requires_grad_()
     scaled = exact / sampling.temperature
@@ -105,7 +157,9 @@ def errors(logits: Tensor, targets: Tensor, sampling: SamplingSettings, ranks: i
     (expected * weights.double()).sum().backward()
     if ranks == 1:
         leaf, shard = logits.clone().requires_grad_(), VocabularyShard(logits.shape[1])
-        scores = vocab_parallel_scores(leaf * 1, targets, shard, sampling, overwrite=True, with_entropies=with_entropies)
+        scores = vocab_parallel_scores(
+            leaf * 1, targets, shard, sampling, overwrite=True, with_entropies=with_entropies
+        )
         measured = torch.stack([each for each in (scores.logprobs, scores.entropies) if each is not None])
         (measured * weights).sum().backward()
         gradient = leaf.grad
@@ -115,25 +169,38 @@ def errors(logits: Tensor, targets: Tensor, sampling: SamplingSettings, ranks: i
     assert gradient[weights[0] == 0].eq(0).all()
 
     def largest(one: Tensor, two: Tensor) -> float:
-        return float(((one.detach().double() - two.detach()).abs() / two.detach().abs().clamp(min=1)).max()) if one.numel() else 0.0
+        return (
+            float(((one.detach().double() - two.detach()).abs() / two.detach().abs().clamp(min=1)).max())
+            if one.numel()
+            else 0.0
+        )
 
     return {"value": largest(measured, expected), "gradient": largest(gradient, exact.grad)}
 
 
 def without_finite_logits() -> list[bool]:
-    """Whether a row has a finite log-probability, where it has NaN, infinity, nothing but minus infinity, and an ordinary one."""
+    """Whether a row has a finite log-probability, where it has NaN, infinity, nothing but minus infinity, and
+    an ordinary one."""
     logits = torch.randn(4, BLOCK + 9, generator=torch.Generator().manual_seed(2))
     logits[0, 3], logits[1, BLOCK + 1], logits[2] = torch.nan, torch.inf, -torch.inf
-    return vocab_parallel_logprobs(logits, torch.full((4,), 7), VocabularyShard(BLOCK + 9)).isfinite().tolist()
+    return (
+        vocab_parallel_logprobs(logits, torch.full((4,), 7), VocabularyShard(BLOCK + 9)).isfinite().tolist()
+    )
 
 
 def ignored_targets() -> float:
-    """Largest difference from the PyTorch code where targets are padding or no token: values of rows that nobody reads, all gradients."""
-    logits, targets = torch.randn(4, 73, generator=torch.Generator().manual_seed(3)), torch.tensor([-100, 3, 70, -1])
+    """Largest difference from the PyTorch code where targets are padding or no token: values of rows that
+    nobody reads, all gradients."""
+    logits, targets = (
+        torch.randn(4, 73, generator=torch.Generator().manual_seed(3)),
+        torch.tensor([-100, 3, 70, -1]),
+    )
 
     def passed() -> Tensor:
         leaf = logits.clone().requires_grad_()
-        values = vocab_parallel_logprobs(leaf, targets, VocabularyShard(70), SamplingSettings(temperature=0.9))
+        values = vocab_parallel_logprobs(
+            leaf, targets, VocabularyShard(70), SamplingSettings(temperature=0.9)
+        )
         values[1:].sum().backward()
         assert leaf.grad is not None
         return torch.cat([values.detach()[:, None], leaf.grad], dim=1)
@@ -144,8 +211,19 @@ def ignored_targets() -> float:
 
 
 if __name__ == "__main__":
-    assert logprob_kernels.INTERPRETED and logprobs._kernels("cpu"), "set TRITON_INTERPRET=1 and MEGARL_LOGPROB_KERNEL=1"
+    assert logprob_kernels.INTERPRETED and logprobs._kernels("cpu"), (
+        "set TRITON_INTERPRET=1 and MEGARL_LOGPROB_KERNEL=1"
+    )
     found = {name: errors(*case, with_entropies=False) for name, *case in cases()}
     found |= {f"{name}, entropies": errors(*case, with_entropies=True) for name, *case in cases()}
     passes = {variant: passes_of_kernels(variant) for variant in VARIANTS}
-    print(json.dumps({"errors": found, "finite": without_finite_logits(), "ignored": ignored_targets(), "passes": passes}))
+    print(
+        json.dumps(
+            {
+                "errors": found,
+                "finite": without_finite_logits(),
+                "ignored": ignored_targets(),
+                "passes": passes,
+            }
+        )
+    )

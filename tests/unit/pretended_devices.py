@@ -1,4 +1,5 @@
-"""Device memory that is played by host memory: torch's handles of it have their real fields, and copies wait in a queue until a wait."""
+"""Device memory that is played by host memory: torch's handles of it have their real fields, and copies wait
+in a queue until a wait."""
 
 from __future__ import annotations
 
@@ -41,14 +42,32 @@ class Devices:
         kind, storage = type(data), type(data._typed_storage())
         memory = (0, bytes([number]) * 64, data.numel(), 512)
         counter = (b"/torch_counter", 3, b"e" * 64, True)
-        return reductions.rebuild_cuda_tensor, (kind, data.size(), data.stride(), 0, storage, data.dtype, *memory, False, *counter)
+        return reductions.rebuild_cuda_tensor, (
+            kind,
+            data.size(),
+            data.stride(),
+            0,
+            storage,
+            data.dtype,
+            *memory,
+            False,
+            *counter,
+        )
 
     def open(self, **fields: Any) -> Tensor:
         """As ``rebuild_cuda_tensor``, which takes its arguments by name too."""
         self.opened.append(fields["storage_device"])
         data = self.handles[fields["storage_handle"][0]]
-        assert (fields["tensor_cls"], fields["dtype"], fields["tensor_size"]) == (Tensor, torch.uint8, data.size())
-        assert fields["storage_cls"] is torch.storage.TypedStorage and fields["tensor_stride"] == (1,) and not fields["requires_grad"]
+        assert (fields["tensor_cls"], fields["dtype"], fields["tensor_size"]) == (
+            Tensor,
+            torch.uint8,
+            data.size(),
+        )
+        assert (
+            fields["storage_cls"] is torch.storage.TypedStorage
+            and fields["tensor_stride"] == (1,)
+            and not fields["requires_grad"]
+        )
         return data
 
 
@@ -74,7 +93,9 @@ def pretend_devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     real = reductions.rebuild_cuda_tensor
     monkeypatch.setattr(reductions, "reduce_tensor", devices.share)
     # with the signature of torch's, which says what the fields are
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", functools.wraps(real)(lambda **fields: devices.open(**fields)))
+    monkeypatch.setattr(
+        reductions, "rebuild_cuda_tensor", functools.wraps(real)(lambda **fields: devices.open(**fields))
+    )
     monkeypatch.setattr(ipc, "_device_buffer", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     runtime_on = session.runtime_on

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.prediction_layers import add_mtp_layer, add_prediction_layers
@@ -54,8 +59,15 @@ def published(name: str) -> dict[str, Any]:
 def cut(content: dict[str, Any]) -> dict[str, Any]:
     """Return a published config with smaller sizes; every key stays, and zero and null stay what they are."""
     if "text_config" in content:
-        vision = {**content["vision_config"], **{key: size for key, size in VISION.items() if key in content["vision_config"]}}
-        return {**content, "text_config": cut(content["text_config"]), "vision_config": vision | {"out_hidden_size": SIZES["hidden_size"]}}
+        vision = {
+            **content["vision_config"],
+            **{key: size for key, size in VISION.items() if key in content["vision_config"]},
+        }
+        return {
+            **content,
+            "text_config": cut(content["text_config"]),
+            "vision_config": vision | {"out_hidden_size": SIZES["hidden_size"]},
+        }
     small = {key: SIZES[key] if key in SIZES and value else value for key, value in content.items()}
     heads, groups = content["num_attention_heads"], content.get("num_key_value_heads")
     if groups is not None:
@@ -78,8 +90,8 @@ def cut(content: dict[str, Any]) -> dict[str, Any]:
 def save_published(directory: Path, name: str, **changes: Any) -> dict[str, Tensor]:
     """Save a tiny model of a published config in the form in which such models are published.
 
-    transformers makes and saves the model, so that the names and shapes are its own; where the text says so, matrices are
-    quantised and a prediction layer is added. The file config.json holds the cut text.
+    transformers makes and saves the model, so that the names and shapes are its own; where the text says so,
+    matrices are quantised and a prediction layer is added. The file config.json holds the cut text.
 
     Returns:
         The tensors that are expected after dequantisation, by name.
@@ -105,11 +117,23 @@ def save_published(directory: Path, name: str, **changes: Any) -> dict[str, Tens
 def _save_plain(directory: Path, text: dict[str, Any]) -> None:
     torch.manual_seed(3)
     # token ids of the published vocabulary would not be in the small one's embedding
-    made = {key: value for key, value in text.items() if key not in ("quantization_config", "auto_map") and "token_id" not in key}
-    config = AutoConfig.for_model(CLASS_OF.get(made.pop("model_type"), text["model_type"]), **json.loads(json.dumps(made)))
+    made = {
+        key: value
+        for key, value in text.items()
+        if key not in ("quantization_config", "auto_map") and "token_id" not in key
+    }
+    config = AutoConfig.for_model(
+        CLASS_OF.get(made.pop("model_type"), text["model_type"]), **json.loads(json.dumps(made))
+    )
     scores = text["architectures"][0].endswith("ForSequenceClassification")
     sees = "text_config" in text
-    loader = AutoModelForSequenceClassification if scores else AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    loader = (
+        AutoModelForSequenceClassification
+        if scores
+        else AutoModelForImageTextToText
+        if sees
+        else AutoModelForCausalLM
+    )
     said = text["text_config"] if sees else text
     dtype = getattr(torch, said.get("torch_dtype") or said.get("dtype") or "bfloat16")
     model = loader.from_config(config, dtype=dtype, **({} if scores else {"experts_implementation": "eager"}))
@@ -127,11 +151,15 @@ def _in_fp8(tensors: Tensors, block: list[int]) -> tuple[Tensors, Tensors]:
     stored: Tensors = {}
     expected: Tensors = {}
     for name, tensor in tensors.items():
-        whole = tensor.dim() != 2 or any(word in name for word in ("embed", "head", "gate.weight", "score", "eh_proj"))
+        whole = tensor.dim() != 2 or any(
+            word in name for word in ("embed", "head", "gate.weight", "score", "eh_proj")
+        )
         if whole:
             stored[name] = expected[name] = tensor
             continue
-        rows, columns = (torch.arange(size) // length for size, length in zip(tensor.shape, block, strict=True))
+        rows, columns = (
+            torch.arange(size) // length for size, length in zip(tensor.shape, block, strict=True)
+        )
         scales = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) + 0.01
         wide = scales[rows][:, columns]
         stored[name], stored[f"{name}_scale_inv"] = (tensor.float() / wide).to(torch.float8_e4m3fn), scales

@@ -1,6 +1,8 @@
-"""The independent reference: a single-process policy on plain transformers and torch's AdamW, with the interface of ``Policy``.
+"""The independent reference: a single-process policy on plain transformers and torch's AdamW, with the
+interface of ``Policy``.
 
-No Megatron, no sharding, no packing; slow and simple on purpose. Parity tests compare the real backends with it.
+No Megatron, no sharding, no packing; slow and simple on purpose. Parity tests compare the real backends with
+it.
 """
 
 from __future__ import annotations
@@ -24,24 +26,40 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 class ReferencePolicy:
     """Trains a causal language model, or one that scores, in float32 on the CPU.
 
-    Reads from the ``policy`` section: ``model_name``, batch sizes, ``max_total_sequence_length``, ``generation``, and of ``megatron_cfg``
-    the ``optimizer`` (lr, weight_decay, betas, eps, clip_grad) and the ``scheduler`` (warm-up).
+    Reads from the ``policy`` section: ``model_name``, batch sizes, ``max_total_sequence_length``,
+    ``generation``, and of ``megatron_cfg`` the ``optimizer`` (lr, weight_decay, betas, eps, clip_grad) and
+    the ``scheduler`` (warm-up).
     """
 
     data_parallel_size = 1
 
     def __init__(
-        self, config: Mapping[str, Any], tokenizer: Any, weights_path: str | None = None, optimizer_path: str | None = None
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Any,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
     ) -> None:
         self.cfg = config
         self.tokenizer = tokenizer
         self.model = self._load(weights_path or config["model_name"])
         self.reference = self._load(config["model_name"])
         self._settings = config["megatron_cfg"]["optimizer"]
-        decayed = [parameter for name, parameter in self.model.named_parameters() if parameter.ndim > 1 and not name.endswith("bias")]
-        plain = [parameter for name, parameter in self.model.named_parameters() if parameter.ndim <= 1 or name.endswith("bias")]
+        decayed = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.ndim > 1 and not name.endswith("bias")
+        ]
+        plain = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.ndim <= 1 or name.endswith("bias")
+        ]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": self._settings["weight_decay"]}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": self._settings["weight_decay"]},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=self._settings["lr"],
             betas=(self._settings["adam_beta1"], self._settings["adam_beta2"]),
             eps=self._settings["adam_eps"],
@@ -61,7 +79,8 @@ class ReferencePolicy:
         torch.manual_seed(3)  # of a new score layer
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **options).eval()
 
-    # -- states ------------------------------------------------------------------------------------------------------------------------
+    # -- states
+    # ------------------------------------------------------------------------------------------------------------------------
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         self._prepared = "training"
@@ -108,9 +127,13 @@ class ReferencePolicy:
 
     def _require(self, state: str) -> None:
         if self._prepared != state:
-            raise StateError(f"prepared for {self._prepared or 'nothing'}, needed {state}. Fix: call the matching prepare method first")
+            raise StateError(
+                f"prepared for {self._prepared or 'nothing'}, needed {state}. Fix: call the matching "
+                "prepare method first"
+            )
 
-    # -- log-probabilities -------------------------------------------------------------------------------------------------------------
+    # -- log-probabilities
+    # -------------------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: BatchedDataDict[Any], *, skip_masked: bool = False) -> BatchedDataDict[Any]:
         self._require("logprobs")
@@ -161,7 +184,9 @@ class ReferencePolicy:
 
     def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         values = self.get_values(data)["values"]
-        return BatchedDataDict({"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)})
+        return BatchedDataDict(
+            {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
+        )
 
     def _values(self, data: Mapping[str, Any]) -> Tensor:
         """[B, S]; padding is 0."""
@@ -174,7 +199,11 @@ class ReferencePolicy:
         if scores(self.cfg):
             return {"values": self._values(data)}
         distributions = self._distributions(self.model, data)
-        read = {"next_token_logprobs": distributions.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)}
+        read = {
+            "next_token_logprobs": distributions.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(
+                -1
+            )
+        }
         if getattr(loss_fn, "needs_entropies", False):
             read["next_token_entropies"] = -(distributions.exp() * distributions).sum(-1)
         if getattr(loss_fn, "scored_tokens", None) is not None:
@@ -193,10 +222,16 @@ class ReferencePolicy:
         temperature = (self.cfg.get("generation") or {}).get("temperature", 1.0)
         return torch.log_softmax(logits[:, :-1] / temperature, dim=-1)
 
-    # -- training ----------------------------------------------------------------------------------------------------------------------
+    # -- training
+    # ----------------------------------------------------------------------------------------------------------------------
 
     def train(
-        self, data: BatchedDataDict[Any], loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
     ) -> dict[str, Any]:
         self._require("training")
         gbs = gbs or self.cfg["train_global_batch_size"]
@@ -212,10 +247,21 @@ class ReferencePolicy:
                 norms.append(self._apply_gradients(learning_rate))
         self.train_calls += not eval_mode
         grad_norm, positions = None if eval_mode else torch.tensor(norms), data["input_ids"].numel()
-        return {"loss": torch.tensor(losses), "grad_norm": grad_norm, "all_mb_metrics": metrics, "positions": positions}
+        return {
+            "loss": torch.tensor(losses),
+            "grad_norm": grad_norm,
+            "all_mb_metrics": metrics,
+            "positions": positions,
+        }
 
     def _forward_backward(
-        self, batch: dict[str, Any], loss_fn: Any, mbs: int, count: int, metrics: dict[str, list[float]], learning_rate: float
+        self,
+        batch: dict[str, Any],
+        loss_fn: Any,
+        mbs: int,
+        count: int,
+        metrics: dict[str, list[float]],
+        learning_rate: float,
     ) -> float:
         """Loss of one global batch; its gradient is left on the model."""
         valid_seqs = batch["sample_mask"].sum()
@@ -231,8 +277,14 @@ class ReferencePolicy:
                 loss.backward()
             total += float(loss.detach())
             for name, value in found.items():
-                metrics.setdefault(name, []).append(float(value) / (1 if name.endswith(("_min", "_max")) else count))
-            for name, value in (("lr", learning_rate), ("global_valid_seqs", valid_seqs), ("global_valid_toks", valid_toks)):
+                metrics.setdefault(name, []).append(
+                    float(value) / (1 if name.endswith(("_min", "_max")) else count)
+                )
+            for name, value in (
+                ("lr", learning_rate),
+                ("global_valid_seqs", valid_seqs),
+                ("global_valid_toks", valid_toks),
+            ):
                 metrics.setdefault(name, []).append(float(value))
         return total
 
@@ -253,13 +305,19 @@ class ReferencePolicy:
             return first + (self._settings["lr"] - first) * self.train_calls / warm_up
         return self._settings["lr"]
 
-    # -- generation --------------------------------------------------------------------------------------------------------------------
+    # -- generation
+    # --------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, sampling: Mapping[str, Any] | None = None) -> BatchedDataDict[Any]:
-        """One row at a time, the whole sequence again for every token; of ``sampling`` the temperature alone counts."""
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False, sampling: Mapping[str, Any] | None = None
+    ) -> BatchedDataDict[Any]:
+        """One row at a time, the whole sequence again for every token; of ``sampling`` the temperature alone
+        counts."""
         self._require("generation")
-        self.generations.append((data.size, greedy, sampling, data.get("sampling_seeds", torch.empty(0)).tolist()))
+        self.generations.append(
+            (data.size, greedy, sampling, data.get("sampling_seeds", torch.empty(0)).tolist())
+        )
         settings = {**self.cfg["generation"], **(sampling or {})}
         stops = set(settings.get("stop_token_ids") or [self.tokenizer.eos_token_id])
         rows, logprob_rows, new_lengths = [], [], []
@@ -271,9 +329,15 @@ class ReferencePolicy:
                 generator.manual_seed(int(data["sampling_seeds"][row]))
             logprobs = [0.0] * len(tokens)
             for _ in range(min(settings["max_new_tokens"], room)):
-                logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / settings.get("temperature", 1.0)
+                logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / settings.get(
+                    "temperature", 1.0
+                )
                 distribution = torch.log_softmax(logits, dim=-1)
-                token = int(distribution.argmax() if greedy else torch.multinomial(distribution.exp(), 1, generator=generator))
+                token = int(
+                    distribution.argmax()
+                    if greedy
+                    else torch.multinomial(distribution.exp(), 1, generator=generator)
+                )
                 tokens.append(token)
                 logprobs.append(float(distribution[token]))
                 if token in stops:
@@ -292,13 +356,19 @@ class ReferencePolicy:
             }
         )
 
-    # -- files -------------------------------------------------------------------------------------------------------------------------
+    # -- files
+    # -------------------------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
         self.model.save_pretrained(weights_path)
         if optimizer_path is not None:
             Path(optimizer_path).mkdir(parents=True, exist_ok=True)
-            state = {"trained_steps": torch.tensor(self.trained_steps), "train_calls": torch.tensor(self.train_calls)}
+            state = {
+                "trained_steps": torch.tensor(self.trained_steps),
+                "train_calls": torch.tensor(self.train_calls),
+            }
             for index, values in self.optimizer.state_dict()["state"].items():
                 state |= {f"{index}.{name}": value.clone() for name, value in values.items()}
             save_file(state, Path(optimizer_path) / OPTIMIZER_FILE)

@@ -29,7 +29,9 @@ def make_run(run_dir: Path, steps: int = 30, algorithm: str = "grpo", seed: int 
         if algorithm == "grpo":
             sinks.log({"validation/accuracy": 0.25, "timing/step_s": 9.0}, 0)
         for step in range(1, steps + 1):
-            sinks.log(_row(draw, step, algorithm) | {f"train/{name}": value for name, value in more.items()}, step)
+            sinks.log(
+                _row(draw, step, algorithm) | {f"train/{name}": value for name, value in more.items()}, step
+            )
     return run_dir
 
 
@@ -47,7 +49,12 @@ def _row(draw: random.Random, step: int, algorithm: str) -> dict[str, Any]:
     if step % 10 == 0:
         row |= {"timing/checkpoint_s": 5.0, "timing/step_s": 8.75}
     if algorithm == "grpo":
-        row |= {"train/reward": step / 100, "train/kl_penalty": 0.001 * step, "timing/generation_s": 2.0, "train/generation_length": 100.0}
+        row |= {
+            "train/reward": step / 100,
+            "train/kl_penalty": 0.001 * step,
+            "timing/generation_s": 2.0,
+            "train/generation_length": 100.0,
+        }
     return row
 
 

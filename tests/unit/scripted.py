@@ -54,7 +54,9 @@ class ScriptedEngine:
                 "output_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
                 "logprobs": torch.tensor([row + [0.0] * (width - len(row)) for row in scores]),
                 "unpadded_sequence_lengths": torch.tensor(list(map(len, rows))),
-                "generation_lengths": torch.tensor([len(row) - length for row, length in zip(rows, lengths, strict=True)]),
+                "generation_lengths": torch.tensor(
+                    [len(row) - length for row, length in zip(rows, lengths, strict=True)]
+                ),
             }
         )
 
@@ -70,7 +72,9 @@ class ScriptedStream:
         self.busy_s = 0.0
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        self.waiting |= {number: (time.monotonic() + self.seconds(), request) for number, request in requests.items()}
+        self.waiting |= {
+            number: (time.monotonic() + self.seconds(), request) for number, request in requests.items()
+        }
 
     def abort(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -90,7 +94,9 @@ class ScriptedStream:
         cut = request.max_new_tokens is not None and len(said) > request.max_new_tokens
         said = said[: request.max_new_tokens]
         logprobs = np.array([logprob_of(token, seed) for token in said], np.float32)
-        return Completion(np.array(said, np.int64), logprobs, cut or not said or said[-1] not in self.engine.stops)
+        return Completion(
+            np.array(said, np.int64), logprobs, cut or not said or said[-1] not in self.engine.stops
+        )
 
 
 def shuffled(records: list[Example], seed: int) -> list[Example]:
@@ -108,4 +114,8 @@ def collector_of(
     engine = ScriptedEngine(script, stops)
     encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer), stops)
     bounds = EpisodeLimits(**{"turns": 4, "length": 10_000, **limits})
-    return Collector(engine, tokenizer, environment, PhaseTimer(), stops, None, bounds, encoder), engine, tokenizer  # type: ignore[arg-type]
+    return (
+        Collector(engine, tokenizer, environment, PhaseTimer(), stops, None, bounds, encoder),
+        engine,
+        tokenizer,
+    )  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Verifiers that find a final answer in a response: GSM8K, multiple choice, DAPO's rule, and forms, against tables by hand."""
+"""Verifiers that find a final answer in a response: GSM8K, multiple choice, DAPO's rule, and forms, against
+tables by hand."""
 
 from __future__ import annotations
 
@@ -86,7 +87,10 @@ def test_thinking_that_the_prompt_has_opened(response: str, score: float) -> Non
 
 def test_the_environment_hands_the_prompt_to_the_format(environments: list[SingleTurn]) -> None:
     config = raw_grpo()
-    config["env"] = {"rewards": {"form": {"reward": "format"}, "right": {"reward": "exact_match", "weight": 10}}, "processes": 1}
+    config["env"] = {
+        "rewards": {"form": {"reward": "format"}, "right": {"reward": "exact_match", "weight": 10}},
+        "processes": 1,
+    }
     environments.append(SingleTurn(complete(config)["env"]))
     record: Any = SimpleNamespace(index=0, answer="4", env_name=None, fields={})
     responses = ["two and two\n</think>\n\n4"] * 2
@@ -126,10 +130,15 @@ def test_verifiers_by_name_and_option(environments: list[SingleTurn]) -> None:
     assert check(filled) == []
     environments.append(SingleTurn(filled["env"]))
     responses = [r"\boxed{12}", "Answer: 12", "#### 12", "<a>\n12\n</a>", "none"]
-    records: list[Any] = [SimpleNamespace(index=row, answer="12", env_name=None, fields={}) for row in range(5)]
+    records: list[Any] = [
+        SimpleNamespace(index=row, answer="12", env_name=None, fields={}) for row in range(5)
+    ]
     result = environments[0].step(Turn(records, responses, [[1]] * 5, [None] * 5))
     assert list(result.rewards) == [1001.0, 1011.0, 1101.0, 1001.5, 0.0]
-    assert environments[0].fault_of_reference("x^2") == "gsm8k: no number stands after ####, and it is no number itself"
+    assert (
+        environments[0].fault_of_reference("x^2")
+        == "gsm8k: no number stands after ####, and it is no number itself"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,10 @@ def test_verifiers_by_name_and_option(environments: list[SingleTurn]) -> None:
     [
         ({"reward": "gsm8k", "math_verify_impl": "dapo_math_verify"}, "the reward 'gsm8k' does not read it"),
         ({"reward": "math", "math_verify_impl": "sympy"}, r"env\.math_verify_impl = 'sympy'"),
-        ({"reward": "format", "pattern": "(a"}, r"env\.pattern = '\(a': it is no regular expression: missing \)"),
+        (
+            {"reward": "format", "pattern": "(a"},
+            r"env\.pattern = '\(a': it is no regular expression: missing \)",
+        ),
         ({"reward": None, "gsm8k": {"gsm8k_method": "loose"}}, r"env\.gsm8k\.gsm8k_method = 'loose'"),
     ],
 )
@@ -149,7 +161,8 @@ def test_options_that_make_no_sense_are_refused(env: dict[str, Any], message: st
 
 
 def test_a_pattern_that_takes_for_ever_scores_0() -> None:
-    """The engine of regular expressions listens to no alarm, so the process is ended, and another one goes on."""
+    """The engine of regular expressions listens to no alarm, so the process is ended, and another one goes
+    on."""
     pool = RewardPool([RewardSpec("format", {"pattern": "(a+)+b"}, timeout_s=0.5)], 1)
     try:
         late, good = pool.score([(0, Task("a" * 60, "")), (0, Task("aab", ""))])

@@ -1,5 +1,5 @@
-"""How a CUDA device is told to add up, and what a process group learns of its device. No GPU is needed to set switches, and none was seen
-to obey them."""
+"""How a CUDA device is told to add up, and what a process group learns of its device. No GPU is needed to set
+switches, and none was seen to obey them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def switches() -> dict[str, Any]:
         "bfloat16 sums": products.allow_bf16_reduced_precision_reduction,
         "float16 sums": products.allow_fp16_reduced_precision_reduction,
         "TF32": (products.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "attention": (torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()),
+        "attention": (
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "filled": torch.utils.deterministic.fill_uninitialized_memory,
     }
@@ -70,14 +73,26 @@ def test_deterministic_sets_what_torch_and_the_libraries_read(monkeypatch: pytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     CUDA.set_arithmetic(deterministic=True)
     found = switches()
-    assert found["deterministic"] and found["attention"] == (False, False) and not found["filled"] and not found["bfloat16 sums"]
+    assert (
+        found["deterministic"]
+        and found["attention"] == (False, False)
+        and not found["filled"]
+        and not found["bfloat16 sums"]
+    )
     assert [os.environ[name] for name in VARIABLES] == [":16:8", "0", "Ring"]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"), ("NCCL_ALGO", "Tree,Ring")]
+    ("name", "value"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
+        ("NCCL_ALGO", "Tree,Ring"),
+    ],
 )
-def test_a_variable_that_says_the_opposite_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_says_the_opposite_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"policy\.deterministic = True.*{name} = {value}"):
         CUDA.set_arithmetic(deterministic=True)
@@ -114,7 +129,11 @@ def test_the_key_reaches_the_device(kind: type, wanted: bool, monkeypatch: pytes
     assert happened == ["activated", wanted, ("nccl", torch.device("cuda", 1))]
 
 
-@pytest.mark.parametrize(("device", "bound"), [(CUDA.device, CUDA.device), (CPU.device, None), (None, None)], ids=["cuda", "cpu", "none"])
+@pytest.mark.parametrize(
+    ("device", "bound"),
+    [(CUDA.device, CUDA.device), (CPU.device, None), (None, None)],
+    ids=["cuda", "cpu", "none"],
+)
 @pytest.mark.parametrize("over_ray", [False, True])
 def test_a_group_is_bound_to_a_cuda_device(
     device: torch.device | None, bound: torch.device | None, over_ray: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""Checkpoints that are written while training goes on: the same files, one at a time, nothing lost at an end, nothing left behind."""
+"""Checkpoints that are written while training goes on: the same files, one at a time, nothing lost at an end,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_the_files_are_the_same_to_the_last_byte(tmp_path: Path, model: str, data: str, synchronous: Path) -> None:
+def test_the_files_are_the_same_to_the_last_byte(
+    tmp_path: Path, model: str, data: str, synchronous: Path
+) -> None:
     with watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert len(writes) == STEPS - 1, "the last one is waited for anyway"
@@ -106,7 +109,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, model: s
     assert checkpoints(tmp_path) == STEPS_OF_RUN
 
 
-def test_a_writer_that_dies_is_a_save_that_failed(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_writer_that_dies_is_a_save_that_failed(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def kill_second(number: int) -> None:
         if number == 2:
             writer(tmp_path).kill()
@@ -115,11 +120,17 @@ def test_a_writer_that_dies_is_a_save_that_failed(tmp_path: Path, model: str, da
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert checkpoints(tmp_path) == ["step_1", "step_3", "step_4"]
     [said] = [record.message for record in caplog.records if "could not be written" in record.message]
-    assert "checkpoint of step 2" in said and "the process that writes there was killed" in said and "step_1 is the newest one" in said
+    assert (
+        "checkpoint of step 2" in said
+        and "the process that writes there was killed" in said
+        and "step_1 is the newest one" in said
+    )
     assert not memory_of(tmp_path / "checkpoints").exists()
 
 
-def test_a_run_that_fails_waits_for_the_checkpoint_that_it_has(tmp_path: Path, model: str, data: str, synchronous: Path) -> None:
+def test_a_run_that_fails_waits_for_the_checkpoint_that_it_has(
+    tmp_path: Path, model: str, data: str, synchronous: Path
+) -> None:
     with pytest.raises(Crash):
         run(config_of(tmp_path, model, data), PolicyMaker(2))
     assert checkpoints(tmp_path) == ["step_1", "step_2"]
@@ -205,7 +216,13 @@ def test_what_has_no_room_in_memory_after_all_is_written_at_once(
     with watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), SaveMaker(has_no_room)) == 0
     memory, disk = memory_of(tmp_path / "checkpoints"), tmp_path / "checkpoints"
-    assert [path.parents[1] for path in paths] == [memory, memory, disk / "tmp_step_2", memory, disk / "tmp_step_4"]
+    assert [path.parents[1] for path in paths] == [
+        memory,
+        memory,
+        disk / "tmp_step_2",
+        memory,
+        disk / "tmp_step_4",
+    ]
     assert len(writes) == 2 and checkpoints(tmp_path) == STEPS_OF_RUN
     assert files_of(disk / "step_2") == files_of(synchronous / "checkpoints" / "step_2")
     assert "is written to the disk at once: No space left on device" in caplog.text and not memory.exists()
@@ -219,18 +236,24 @@ def test_memory_that_cannot_be_opened_costs_no_checkpoint(
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
     assert "is written to the disk at once: cannot be opened: Permission denied" in caplog.text
-    assert comparable(tmp_path) == comparable(synchronous) and not memory_of(tmp_path / "checkpoints").exists()
+    assert (
+        comparable(tmp_path) == comparable(synchronous) and not memory_of(tmp_path / "checkpoints").exists()
+    )
 
 
 def test_memory_that_ranks_keep_is_not_needed_once_more(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with mock.patch.object(background, "available_bytes", return_value=500):
         assert take_memory(tmp_path, 900) is None and take_memory(tmp_path, 900, kept_bytes=600) is None
-        assert take_memory(tmp_path, 900, kept_bytes=900) is not None and take_memory(tmp_path, 400) is not None
+        assert (
+            take_memory(tmp_path, 900, kept_bytes=900) is not None and take_memory(tmp_path, 400) is not None
+        )
     free_memory(tmp_path)
 
 
-def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(tmp_path: Path, model: str, data: str) -> None:
+def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(
+    tmp_path: Path, model: str, data: str
+) -> None:
     def end_at_once(number: int, weights: Path) -> bool:
         if number == 2:
             weights.mkdir(parents=True)
@@ -242,7 +265,9 @@ def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(tmp_pa
     assert not memory_of(tmp_path / "checkpoints").exists()
 
 
-def test_workers_that_stand_still_in_a_save_are_not_asked_for_another(tmp_path: Path, model: str, data: str) -> None:
+def test_workers_that_stand_still_in_a_save_are_not_asked_for_another(
+    tmp_path: Path, model: str, data: str
+) -> None:
     def hang(number: int, weights: Path) -> bool:
         if number == 2:
             weights.mkdir(parents=True)
@@ -252,18 +277,28 @@ def test_workers_that_stand_still_in_a_save_are_not_asked_for_another(tmp_path: 
     saves = SaveMaker(hang)
     with pytest.raises(DeadlineError, match="1 of 2 workers"):
         run(config_of(tmp_path, model, data), saves)
-    assert saves.saves == 2 and "step_1" in checkpoints(tmp_path) and not memory_of(tmp_path / "checkpoints").exists()
+    assert (
+        saves.saves == 2
+        and "step_1" in checkpoints(tmp_path)
+        and not memory_of(tmp_path / "checkpoints").exists()
+    )
 
 
-def test_ranks_that_write_to_another_memory_are_told_of(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_write_to_another_memory_are_told_of(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert run(config_of(tmp_path, model, data), SaveMaker(lambda number, weights: number == 1)) == 0
-    assert checkpoints(tmp_path) == STEPS_OF_RUN[1:] and "no rank has written a file to /dev/shm" in caplog.text
+    assert (
+        checkpoints(tmp_path) == STEPS_OF_RUN[1:] and "no rank has written a file to /dev/shm" in caplog.text
+    )
 
 
 def test_a_process_that_cannot_be_started_costs_no_checkpoint(
     tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refused = mock.patch.object(node_memory, "Writer", side_effect=BlockingIOError("Resource temporarily unavailable"))
+    refused = mock.patch.object(
+        node_memory, "Writer", side_effect=BlockingIOError("Resource temporarily unavailable")
+    )
     with refused, watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
@@ -288,7 +323,9 @@ def begun(tmp_path: Path) -> Iterator[tuple[OwnMemory, Path, Path]]:
 def test_a_full_disk_is_told_by_the_writer(begun: tuple[OwnMemory, Path, Path]) -> None:
     memory, source, target = begun
     (target / "policy" / "weights" / "b").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="tmp_step_1 could not be written: OSError: No space left on device"):
+    with pytest.raises(
+        CheckpointError, match="tmp_step_1 could not be written: OSError: No space left on device"
+    ):
         memory.write(target).wait(LONGEST_S)
     assert not source.exists()
 
@@ -300,11 +337,16 @@ def test_a_writer_that_takes_too_long_is_ended(begun: tuple[OwnMemory, Path, Pat
     write = memory.write(target)
     with pytest.raises(CheckpointError, match=r"not written within 0\.1 s"):
         write.wait(0.1)
-    assert write.has_ended() and not source.exists() and not process.is_running(), "and nobody has to ask for its end"
+    assert write.has_ended() and not source.exists() and not process.is_running(), (
+        "and nobody has to ask for its end"
+    )
 
 
 def test_a_process_that_does_not_answer_is_not_waited_for(begun: tuple[OwnMemory, Path, Path]) -> None:
     memory, _, target = begun
     writer_of(target.parent, "").suspend()
-    with mock.patch.object(node_memory, "_HOLD_S", 0.1), pytest.raises(CheckpointError, match=r"does not answer within 0\.1 s"):
+    with (
+        mock.patch.object(node_memory, "_HOLD_S", 0.1),
+        pytest.raises(CheckpointError, match=r"does not answer within 0\.1 s"),
+    ):
         memory.hold()

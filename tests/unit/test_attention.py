@@ -24,7 +24,10 @@ def by_loops(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
             group = head // (heads // groups)
             for position in range(queries):
                 last = keys - queries + position + 1
-                scores = [float(query[row, head, position].double() @ key[row, group, k].double()) for k in range(last)]
+                scores = [
+                    float(query[row, head, position].double() @ key[row, group, k].double())
+                    for k in range(last)
+                ]
                 weights = [math.exp(score * (scale or size**-0.5)) for score in scores]
                 for k, weight in enumerate(weights):
                     output[row, head, position] += weight / math.fsum(weights) * value[row, group, k].double()
@@ -40,7 +43,9 @@ def test_equals_the_loops(queries: int, keys: int, heads: int, groups: int, scal
     key = torch.randn(2, groups, keys, 5, generator=generator, requires_grad=True)
     value = torch.randn(2, groups, keys, 5, generator=generator, requires_grad=True)
     output = causal_attention(query, key, value, scale)
-    torch.testing.assert_close(output.double(), by_loops(query.detach(), key.detach(), value.detach(), scale), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        output.double(), by_loops(query.detach(), key.detach(), value.detach(), scale), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -49,7 +54,12 @@ def test_values_may_have_another_width(width: int, values: int, scale: float | N
     generator = torch.Generator().manual_seed(width)
     query = torch.randn(2, 6, 7, width, generator=generator)
     key, value = (torch.randn(2, 2, 7, size, generator=generator) for size in (width, values))
-    torch.testing.assert_close(attention(query, key, value, scale=scale).double(), by_loops(query, key, value, scale), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        attention(query, key, value, scale=scale).double(),
+        by_loops(query, key, value, scale),
+        atol=1e-5,
+        rtol=1e-5,
+    )
     packed = attention(query[:1], key[:1], value[:1], SequenceLayout((0, 3, 7)), scale=scale)
     for start, end in ((0, 3), (3, 7)):
         alone = by_loops(*(tensor[:1, :, start:end] for tensor in (query, key, value)), scale)
@@ -75,7 +85,9 @@ def test_megatron_shapes_go_in_and_out() -> None:
 
     from megarl.models.megatron.specs import PortableAttention
 
-    config = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=6, num_query_groups=2, kv_channels=5)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=12, num_attention_heads=6, num_query_groups=2, kv_channels=5
+    )
     attention = PortableAttention(config, 1, softmax_scale=0.4)
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(7, 3, 6, 5, generator=generator)
@@ -83,4 +95,6 @@ def test_megatron_shapes_go_in_and_out() -> None:
     output = attention(query, key, value)
     expected = by_loops(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), 0.4)
     assert output.shape == (7, 3, 30)
-    torch.testing.assert_close(output.view(7, 3, 6, 5).permute(1, 2, 0, 3).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        output.view(7, 3, 6, 5).permute(1, 2, 0, 3).double(), expected, atol=1e-5, rtol=1e-5
+    )

@@ -26,7 +26,9 @@ def small_batch(rows: int = 6, width: int = 5) -> BatchedDataDict[Any]:
 def test_from_batches_pads_dim_one_only_and_keeps_trailing_dims() -> None:
     generator = torch.Generator().manual_seed(11)
     shapes = [(2, 4, 3, 2), (1, 7, 3, 2), (3, 1, 3, 2)]
-    batches = [{"x": torch.randn(*shape, generator=generator), "n": torch.arange(shape[0])} for shape in shapes]
+    batches = [
+        {"x": torch.randn(*shape, generator=generator), "n": torch.arange(shape[0])} for shape in shapes
+    ]
     joined = BatchedDataDict.from_batches(batches, {"x": -1.5})
     assert joined["x"].shape == (6, 7, 3, 2)
     row = 0
@@ -39,7 +41,9 @@ def test_from_batches_pads_dim_one_only_and_keeps_trailing_dims() -> None:
 
 
 def test_from_batches_takes_the_sorted_keys_of_the_first() -> None:
-    joined = BatchedDataDict.from_batches([{"b": ["p"], "a": torch.ones(1, 2)}, {"a": torch.zeros(2, 2), "b": ["q", "r"], "c": [1, 2]}])
+    joined = BatchedDataDict.from_batches(
+        [{"b": ["p"], "a": torch.ones(1, 2)}, {"a": torch.zeros(2, 2), "b": ["q", "r"], "c": [1, 2]}]
+    )
     assert list(joined) == ["a", "b"]
     assert joined["b"] == ["p", "q", "r"] and joined["a"].tolist() == [[1, 1], [0, 0], [0, 0]]
 
@@ -50,7 +54,9 @@ def test_from_batches_pads_with_zero_by_default_and_keeps_dtype_and_gradient() -
     assert joined["x"].tolist() == [[1.0, 1.0], [2.0, 0.0]]
     joined["x"].sum().backward()
     assert weights.grad is not None and weights.grad.tolist() == [[1.0]]
-    masks = BatchedDataDict.from_batches([{"m": torch.ones(1, 1, dtype=torch.bool)}, {"m": torch.ones(1, 3, dtype=torch.bool)}])
+    masks = BatchedDataDict.from_batches(
+        [{"m": torch.ones(1, 1, dtype=torch.bool)}, {"m": torch.ones(1, 3, dtype=torch.bool)}]
+    )
     assert masks["m"].dtype == torch.bool and masks["m"].tolist() == [[True, False, False], [True] * 3]
 
 
@@ -85,9 +91,17 @@ def test_size() -> None:
 def test_slice_and_chunk_take_contiguous_rows() -> None:
     batch = small_batch()
     part = batch.slice(1, 3)
-    assert isinstance(part, SlicedDataDict) and part["prompts"] == ["row 1", "row 2"] and part["input_lengths"].tolist() == [2, 3]
+    assert (
+        isinstance(part, SlicedDataDict)
+        and part["prompts"] == ["row 1", "row 2"]
+        and part["input_lengths"].tolist() == [2, 3]
+    )
     assert batch.slice(2, 2).size == 0
-    assert [batch.chunk(rank, 3)["prompts"] for rank in range(3)] == [["row 0", "row 1"], ["row 2", "row 3"], ["row 4", "row 5"]]
+    assert [batch.chunk(rank, 3)["prompts"] for rank in range(3)] == [
+        ["row 0", "row 1"],
+        ["row 2", "row 3"],
+        ["row 4", "row 5"],
+    ]
     for start, end in [(0, 7), (-1, 2), (3, 2)]:
         with pytest.raises(AssertionError, match="rows"):
             batch.slice(start, end)
@@ -123,7 +137,11 @@ def test_repeat_interleave_copies_list_items_deeply() -> None:
 def test_truncate_tensors_skips_what_lacks_the_dimension() -> None:
     batch = small_batch()
     batch.truncate_tensors(dim=1, truncated_len=2)
-    assert batch["input_ids"].shape == (6, 2) and batch["top_k"].shape == (6, 2, 3) and batch["input_lengths"].shape == (6,)
+    assert (
+        batch["input_ids"].shape == (6, 2)
+        and batch["top_k"].shape == (6, 2, 3)
+        and batch["input_lengths"].shape == (6,)
+    )
     batch.truncate_tensors(dim=2, truncated_len=9)
     assert batch["top_k"].shape == (6, 2, 3)
 
@@ -181,10 +199,24 @@ def test_to_and_get_dict_and_pickle() -> None:
     plain = small_batch()
     plain.micro_batch_lengths = [[5]]
     twin = pickle.loads(pickle.dumps(plain))
-    assert type(twin) is BatchedDataDict and twin.micro_batch_lengths == [[5]] and torch.equal(twin["top_k"], plain["top_k"])
-    assert type(plain.get_dict()) is dict and list(plain.get_dict()) == ["input_ids", "top_k", "input_lengths", "prompts"]
+    assert (
+        type(twin) is BatchedDataDict
+        and twin.micro_batch_lengths == [[5]]
+        and torch.equal(twin["top_k"], plain["top_k"])
+    )
+    assert type(plain.get_dict()) is dict and list(plain.get_dict()) == [
+        "input_ids",
+        "top_k",
+        "input_lengths",
+        "prompts",
+    ]
 
 
 def test_batches_load_no_ray() -> None:
     code = "import sys, megarl.distributed.batched_data_dict; print('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )

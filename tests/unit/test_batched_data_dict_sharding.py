@@ -1,4 +1,5 @@
-"""Sharding in every mode: stack and reorder give the batch back, budgets hold, shards agree, micro-batches cover all rows."""
+"""Sharding in every mode: stack and reorder give the batch back, budgets hold, shards agree, micro-batches
+cover all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.packing import PackingAlgorithm
-from megarl.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs, SlicedDataDict
+from megarl.distributed.batched_data_dict import (
+    BatchedDataDict,
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    SlicedDataDict,
+)
 from megarl.errors import BatchError
 from tests.tables import read_table
 
@@ -50,7 +56,11 @@ def packing(budget: int, multiple: int = 1, **extra: Any) -> SequencePackingArgs
 def assert_same(first: BatchedDataDict[Any], second: BatchedDataDict[Any]) -> None:
     assert sorted(first) == sorted(second)
     for key in first:
-        same = torch.equal(first[key], second[key]) if isinstance(first[key], torch.Tensor) else first[key] == second[key]
+        same = (
+            torch.equal(first[key], second[key])
+            if isinstance(first[key], torch.Tensor)
+            else first[key] == second[key]
+        )
         assert same, key
 
 
@@ -66,17 +76,25 @@ def cases(draw: st.DrawFn) -> tuple[BatchedDataDict[Any], int, int, int]:
 
 @settings(max_examples=60)
 @given(case=cases())
-def test_plain_shards_take_their_part_of_every_chunk(case: tuple[BatchedDataDict[Any], int, int, int]) -> None:
+def test_plain_shards_take_their_part_of_every_chunk(
+    case: tuple[BatchedDataDict[Any], int, int, int],
+) -> None:
     batch, shards, chunk, _ = case
     parts = batch.shard_by_batch_size(shards, batch_size=chunk)
     share = chunk // shards
-    expected = [[row for row in range(batch.size) if row % chunk // share == shard] for shard in range(shards)]
+    expected = [
+        [row for row in range(batch.size) if row % chunk // share == shard] for shard in range(shards)
+    ]
     assert [part["row"] for part in parts] == expected
     stacked = BatchedDataDict.from_batches(parts)
     stacked.reorder_data([row for rows in expected for row in rows])
     assert_same(stacked, batch)
     for part in parts:
-        assert isinstance(part, SlicedDataDict) and part.micro_batch_indices is None and part.elem_counts_per_gb is None
+        assert (
+            isinstance(part, SlicedDataDict)
+            and part.micro_batch_indices is None
+            and part.elem_counts_per_gb is None
+        )
         gathered = [part.get_batch(number, share) for number in range(batch.size // chunk)]
         assert_same(BatchedDataDict.from_batches(gathered), part)
 
@@ -89,29 +107,44 @@ def test_uneven_shards_have_ceil_size(rows: int, shards: int) -> None:
     assert len(parts) == shards
     assert_same(BatchedDataDict.from_batches(parts), batch)
     share = math.ceil(rows / shards)
-    assert [part.size for part in parts] == [max(0, min(share, rows - shard * share)) for shard in range(shards)]
+    assert [part.size for part in parts] == [
+        max(0, min(share, rows - shard * share)) for shard in range(shards)
+    ]
 
 
 @settings(max_examples=100)
 @given(case=cases(), multiple=st.integers(1, 5), slack=st.integers(0, 40))
-def test_dynamic_batching(case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int) -> None:
+def test_dynamic_batching(
+    case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int
+) -> None:
     batch, shards, chunk, width = case
     longest = max(batch["input_lengths"].tolist())
     budget = min(width, math.ceil(longest / multiple) * multiple) + slack
-    parts, order = batch.shard_by_batch_size(shards, batch_size=chunk, dynamic_batching_args=dynamic(budget, multiple))
+    parts, order = batch.shard_by_batch_size(
+        shards, batch_size=chunk, dynamic_batching_args=dynamic(budget, multiple)
+    )
     stacked = BatchedDataDict.from_batches(parts)
     stacked.reorder_data(order)
     assert_same(stacked, batch)
     for part in parts:
-        assert part.micro_batch_indices == parts[0].micro_batch_indices and part.micro_batch_lengths == parts[0].micro_batch_lengths
+        assert (
+            part.micro_batch_indices == parts[0].micro_batch_indices
+            and part.micro_batch_lengths == parts[0].micro_batch_lengths
+        )
         for number in range(batch.size // chunk):
             check_dynamic_global_batch(
-                part.get_batch(number, chunk // shards), budget, multiple, width, range(number * chunk, number * chunk + chunk)
+                part.get_batch(number, chunk // shards),
+                budget,
+                multiple,
+                width,
+                range(number * chunk, number * chunk + chunk),
             )
         assert sum(micro.size for micro in part.make_microbatch_iterator_with_dynamic_shapes()) == part.size
 
 
-def check_dynamic_global_batch(batch: SlicedDataDict, budget: int, multiple: int, width: int, rows: range) -> None:
+def check_dynamic_global_batch(
+    batch: SlicedDataDict, budget: int, multiple: int, width: int, rows: range
+) -> None:
     assert set(batch["row"]) <= set(rows)
     micro_batches = list(batch.make_microbatch_iterator_with_dynamic_shapes())
     assert len(micro_batches) == batch.get_microbatch_iterator_dynamic_shapes_len()
@@ -126,7 +159,9 @@ def check_dynamic_global_batch(batch: SlicedDataDict, budget: int, multiple: int
 @pytest.mark.parametrize("algorithm", [None, *(member.value for member in PackingAlgorithm)])
 @settings(max_examples=50)
 @given(case=cases(), multiple=st.integers(1, 5), slack=st.integers(0, 40))
-def test_sequence_packing(algorithm: str | None, case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int) -> None:
+def test_sequence_packing(
+    algorithm: str | None, case: tuple[BatchedDataDict[Any], int, int, int], multiple: int, slack: int
+) -> None:
     batch, shards, chunk, _ = case
     padded = [math.ceil(length / multiple) * multiple for length in batch["input_lengths"].tolist()]
     budget = max(padded) + slack
@@ -137,12 +172,19 @@ def test_sequence_packing(algorithm: str | None, case: tuple[BatchedDataDict[Any
     assert_same(stacked, batch)
     for number in range(batch.size // chunk):
         global_batches = [part.get_batch(number) for part in parts]
-        assert sorted(row for part in global_batches for row in part["row"]) == list(range(number * chunk, number * chunk + chunk))
-        assert len({part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in global_batches}) == 1
+        assert sorted(row for part in global_batches for row in part["row"]) == list(
+            range(number * chunk, number * chunk + chunk)
+        )
+        assert (
+            len({part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in global_batches})
+            == 1
+        )
         for part in global_batches:
             check_packed_global_batch(part, padded, budget)
     for part in parts:
-        assert [row for pack in part.make_microbatch_iterator_for_packable_sequences() for row in pack["row"]] == part["row"]
+        assert [
+            row for pack in part.make_microbatch_iterator_for_packable_sequences() for row in pack["row"]
+        ] == part["row"]
 
 
 def check_packed_global_batch(batch: SlicedDataDict, padded: list[int], budget: int) -> None:
@@ -172,7 +214,9 @@ def test_default_packing_algorithm_is_best_fit_decreasing() -> None:
     lengths = [6, 3, 7, 4, 5, 5, 2, 8]
     batch = batch_of(lengths, 8)
     plain, _ = batch.shard_by_batch_size(2, sequence_packing_args=packing(10))
-    named, _ = batch.shard_by_batch_size(2, sequence_packing_args=packing(10, algorithm="best_fit_decreasing"))
+    named, _ = batch.shard_by_batch_size(
+        2, sequence_packing_args=packing(10, algorithm="best_fit_decreasing")
+    )
     assert [part["row"] for part in plain] == [part["row"] for part in named]
     assert [part.micro_batch_lengths for part in plain] == [[[10, 10]], [[10, 10]]]
 
@@ -180,11 +224,16 @@ def test_default_packing_algorithm_is_best_fit_decreasing() -> None:
 def test_shards_do_not_share_memory_with_the_batch() -> None:
     batch = batch_of([1] * 6, 4)
     part = batch.shard_by_batch_size(3)[1]
-    assert part["input_ids"].untyped_storage().nbytes() == part["input_ids"].numel() * part["input_ids"].element_size()
+    assert (
+        part["input_ids"].untyped_storage().nbytes()
+        == part["input_ids"].numel() * part["input_ids"].element_size()
+    )
 
 
 def test_get_batch_refuses_a_size_the_plan_does_not_have() -> None:
-    parts, _ = batch_of([1, 2, 3, 4, 5, 6, 7, 8], 8).shard_by_batch_size(2, batch_size=4, dynamic_batching_args=dynamic(16, 1))
+    parts, _ = batch_of([1, 2, 3, 4, 5, 6, 7, 8], 8).shard_by_batch_size(
+        2, batch_size=4, dynamic_batching_args=dynamic(16, 1)
+    )
     with pytest.raises(BatchError, match="planned for 2 rows"):
         parts[0].get_batch(0, 4)
     packed, _ = batch_of([1, 2, 3, 4], 8).shard_by_batch_size(2, sequence_packing_args=packing(16))

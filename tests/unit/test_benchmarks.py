@@ -1,4 +1,5 @@
-"""The benchmark runner: results of good, wrong, dead and endless cases; the shape of the JSON; the tools that cases share."""
+"""The benchmark runner: results of good, wrong, dead and endless cases; the shape of the JSON; the tools that
+cases share."""
 
 from __future__ import annotations
 
@@ -69,8 +70,16 @@ def test_a_result_holds_all_that_is_needed_to_read_it() -> None:
         "load_after",
         "others",
     }
-    assert (result["case"], result["quick"], result["success"], result["error"]) == ("known", True, True, None)
-    assert [point["parameters"] for point in result["points"]] == [{"quick": 1}, {"quick": 1, "name": "second"}]
+    assert (result["case"], result["quick"], result["success"], result["error"]) == (
+        "known",
+        True,
+        True,
+        None,
+    )
+    assert [point["parameters"] for point in result["points"]] == [
+        {"quick": 1},
+        {"quick": 1, "name": "second"},
+    ]
     # 4/2, 9/3 and 2/2: ratios of pairs, not of the medians
     assert result["points"][0]["metrics"]["time"] == {
         "unit": "ratio to the other",
@@ -89,12 +98,17 @@ POINT = "    yield Point({'n': 1}, {'m': Metric.of('s', [1.0])})\n"
     ("body", "reason"),
     [
         (POINT + "    assert 1 + 1 == 3, 'a fast wrong kernel'\n", "a fast wrong kernel"),
-        (POINT + "    os.write(2, b'cry of a library')\n    os.kill(os.getpid(), signal.SIGKILL)\n", f"exit code -{int(signal.SIGKILL)}"),
+        (
+            POINT + "    os.write(2, b'cry of a library')\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+            f"exit code -{int(signal.SIGKILL)}",
+        ),
         (POINT + "    os.write(2, b'cry of a library')\n    os._exit(3)\n", "cry of a library"),
     ],
     ids=["wrong", "killed", "left"],
 )
-def test_a_case_that_fails_says_why_and_keeps_what_it_had(body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_says_why_and_keeps_what_it_had(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = runner.run_case("bad", False, measured_by(body, tmp_path, monkeypatch))
     assert result["success"] is False
     assert reason in result["error"]
@@ -110,7 +124,11 @@ def test_a_case_without_points_is_no_success(tmp_path: Path, monkeypatch: pytest
 def test_a_case_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 3.0)
     monkeypatch.setattr(runner, "LAST_WORDS_SECONDS", 0.1)
-    body = f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n" + POINT + "    time.sleep(3600)\n"
+    body = (
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        + POINT
+        + "    time.sleep(3600)\n"
+    )
     result = runner.run_case("endless", False, measured_by(body, tmp_path, monkeypatch))
     assert "no end after 3 s" in result["error"]
     with pytest.raises(ProcessLookupError):
@@ -129,7 +147,10 @@ def test_the_command_writes_results_and_reports_failure(
     assert command.main(["run", "good", "--quick", "--out", str(out)]) == 0
     assert [result["case"] for result in json.loads(out.read_text())] == ["good"]
     assert command.main(["run", "good", "bad", "--out", str(out)]) == 1
-    assert [(result["case"], result["success"]) for result in json.loads(out.read_text())] == [("good", True), ("bad", False)]
+    assert [(result["case"], result["success"]) for result in json.loads(out.read_text())] == [
+        ("good", True),
+        ("bad", False),
+    ]
     assert [path.name for path in out.parent.iterdir()] == ["results.json"]
     assert "on purpose" in capsys.readouterr().out
 
@@ -153,7 +174,9 @@ def test_every_case_is_listed_and_has_its_function(capsys: pytest.CaptureFixture
 
 def test_actions_take_turns_and_warm_up_does_not_count() -> None:
     order: list[str] = []
-    seconds = in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, warm_up=2, calls=2)
+    seconds = in_turn(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, warm_up=2, calls=2
+    )
     assert order == list("aabb") * 5
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
 

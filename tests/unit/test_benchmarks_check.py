@@ -1,4 +1,5 @@
-"""The gate on ratios, and what is said of results: a planted delay fails, the same code passes, marked results are named."""
+"""The gate on ratios, and what is said of results: a planted delay fails, the same code passes, marked
+results are named."""
 
 from __future__ import annotations
 
@@ -36,10 +37,13 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "suite-cpu"
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """A case that sums numbers on both sides, and on the measured side burns what the file ``delay`` of the directory says besides."""
+    """A case that sums numbers on both sides, and on the measured side burns what the file ``delay`` of the
+    directory says besides."""
     planted = int(DELAY.read_text()) if DELAY.exists() else 0
     numbers = range(200_000)
-    spent = spent_in_turn({"ours": lambda: (sum(numbers), sum(range(planted))), "theirs": lambda: sum(numbers)}, repeats=9)
+    spent = spent_in_turn(
+        {"ours": lambda: (sum(numbers), sum(range(planted))), "theirs": lambda: sum(numbers)}, repeats=9
+    )
     yield Point({"numbers": len(numbers)}, sides("sum", spent["ours"], "the plain sum", spent["theirs"]))
 
 
@@ -52,7 +56,9 @@ def summing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @slow
-def test_a_planted_delay_fails_and_the_same_code_passes(summing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_delay_fails_and_the_same_code_passes(
+    summing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["run", "summing", "--out", "base.json"]) == 0
     _widen(summing / "base.json", 0.15)  # a machine full of other tests must not decide
     assert command.main(["run", "summing", "--check", "base.json"]) == 0
@@ -81,7 +87,9 @@ def summary(median: float, spread: float = 0.0, unit: str = "ratio to the bare s
     ("before", "after", "verdict"),
     TABLES["a ratio is judged by the spread of the baseline"],
 )
-def test_a_ratio_is_judged_by_the_spread_of_the_baseline(before: dict[str, Any], after: dict[str, Any] | None, verdict: str) -> None:
+def test_a_ratio_is_judged_by_the_spread_of_the_baseline(
+    before: dict[str, Any], after: dict[str, Any] | None, verdict: str
+) -> None:
     assert judged("case", "point", "metric", before, after).verdict == verdict
 
 
@@ -105,7 +113,9 @@ def test_two_runs_that_are_near_by_chance_are_judged_by_what_the_others_of_the_c
     usual = 0.04 / 1.02
     for later, verdict in ((1 + 3.4 / 1.128 * usual - 1e-3, SAME), (1 + 3.4 / 1.128 * usual + 1e-3, FELL)):
         [first, *_] = changes(apart, [of_case(later, 1.0, 1.0, 1.0, 1.0)])
-        assert (first.metric, first.verdict) == ("ratio 0", verdict), "one that is far apart does not widen the others' bound"
+        assert (first.metric, first.verdict) == ("ratio 0", verdict), (
+            "one that is far apart does not widen the others' bound"
+        )
     [alone] = changes([of_case(1.0)], [of_case(1.06)])
     assert alone.verdict == FELL
 
@@ -131,7 +141,9 @@ def test_results_are_added_to_those_of_earlier_runs(tmp_path: Path) -> None:
     for out in (tmp_path / "all.json", tmp_path / "each"):
         results_file.write([result("one"), result("two")], out)
         results_file.write([result("one", wall=2.0)], out, results_file.read(out))
-        steps = [(each["case"], each["points"][0]["metrics"]["step"]["median"]) for each in results_file.read(out)]
+        steps = [
+            (each["case"], each["points"][0]["metrics"]["step"]["median"]) for each in results_file.read(out)
+        ]
         assert sorted(steps) == [("one", 1.0), ("one", 2.0), ("two", 1.0)]
 
 
@@ -142,7 +154,12 @@ def test_the_spread_is_that_of_the_quartiles() -> None:
 
 
 def result(
-    case: str = "made.up", *, commit: str = "a" * 40, others: float | None = 0.0, wall: float = 1.0, cpu: float = 1.0
+    case: str = "made.up",
+    *,
+    commit: str = "a" * 40,
+    others: float | None = 0.0,
+    wall: float = 1.0,
+    cpu: float = 1.0,
 ) -> dict[str, Any]:
     metrics = {
         "step": summary(wall),
@@ -151,7 +168,14 @@ def result(
     }
     surroundings = {"cpu": "a processor", "cores": 2, "load_before": 0.1, "load_after": 1.0, "others": others}
     point = {"parameters": {"ranks": 1}, "metrics": metrics}
-    known = {"case": case, "about": "made up", "commit": commit, "environment": surroundings, "quick": False, "points": [point]}
+    known = {
+        "case": case,
+        "about": "made up",
+        "commit": commit,
+        "environment": surroundings,
+        "quick": False,
+        "points": [point],
+    }
     return {**known, "success": True, "error": None, "seconds": 1.0, "cpu_seconds": 1.0}
 
 
@@ -183,7 +207,9 @@ def test_what_keeps_a_result_from_being_quoted(facts: dict[str, Any], mark: str 
 
 
 def test_compare_names_marked_results_and_puts_changes_first() -> None:
-    said = compare([result("one"), result("two", commit="c" * 40 + "+changes")], [result("one"), result("two", cpu=1.5)]).splitlines()
+    said = compare(
+        [result("one"), result("two", commit="c" * 40 + "+changes")], [result("one"), result("two", cpu=1.5)]
+    ).splitlines()
     assert said[2].split()[0] == "two" and said[2].endswith("FELL")
     assert any(line.startswith("not to be quoted: earlier two: the tree differed") for line in said)
     assert not any("size" in line.split() for line in said), "absolute numbers are no ratio"
@@ -206,8 +232,13 @@ def test_a_directory_takes_a_file_for_each_case(tmp_path: Path) -> None:
 
 
 def test_both_sides_are_timed_in_wall_and_in_cpu_seconds() -> None:
-    spent = spent_in_turn({"sleeps": lambda: time.sleep(0.05), "burns": lambda: sum(range(300_000))}, repeats=2)
-    assert {name: (len(side.wall), len(side.cpu)) for name, side in spent.items()} == {"sleeps": (2, 2), "burns": (2, 2)}
+    spent = spent_in_turn(
+        {"sleeps": lambda: time.sleep(0.05), "burns": lambda: sum(range(300_000))}, repeats=2
+    )
+    assert {name: (len(side.wall), len(side.cpu)) for name, side in spent.items()} == {
+        "sleeps": (2, 2),
+        "burns": (2, 2),
+    }
     assert min(spent["sleeps"].wall) >= 0.05 > 5 * max(spent["sleeps"].cpu)
     metrics = sides("step", Spent([2.0], [6.0]), "the bare step", Spent([1.0], [2.0]))
     assert (metrics["step"].samples, metrics["step_cpu"].samples) == ((2.0,), (3.0,))
@@ -223,16 +254,23 @@ def test_cpu_seconds_of_children_count_also_of_those_that_outlive_their_parents(
     assert usage.others is not None and usage.others >= 0.0
 
 
-def test_cpu_seconds_of_children_count_whose_parent_ignores_their_end_but_not_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_seconds_of_children_count_whose_parent_ignores_their_end_but_not_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The kernel tells them to nobody; Ray's raylet is such a parent."""
     monkeypatch.setattr("benchmarks.usage.LOOK_SECONDS", 0.05)
-    burn = "import time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\ninput()\nwhile time.process_time() < 0.9: pass"
+    burn = (
+        "import time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\ninput()\nwhile "
+        "time.process_time() < 0.9: pass"
+    )
     parent = f"""
 import signal, subprocess, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()
 """
-    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as before:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as before:
         assert before.stdout is not None
         before.stdout.readline()
         with measured_usage() as usage:
@@ -243,7 +281,10 @@ subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()
 def test_what_a_second_look_does_not_judge_stays_bad() -> None:
     baseline, slower = [result()], [result(wall=1.3, cpu=1.3)]
     good = result()
-    without_step = {**good, "points": [{**good["points"][0], "metrics": {"step_cpu": good["points"][0]["metrics"]["step_cpu"]}}]}
+    without_step = {
+        **good,
+        "points": [{**good["points"][0], "metrics": {"step_cpu": good["points"][0]["metrics"]["step_cpu"]}}],
+    }
     seconds = {
         "no such ratio any more": [without_step],
         "the case failed after its points": [{**good, "success": False}],
@@ -276,8 +317,11 @@ def test_a_ratio_counts_on_a_busy_machine_where_its_own_point_has_no_cpu_seconds
         ({"commit": "b" * 40}, f"run 2 differs from run 1: commit: {'b' * 40} earlier, {'a' * 40} now"),
     ],
 )
-def test_each_run_of_a_baseline_must_be_undisturbed_and_of_one_code(spoiled: dict[str, Any], why: str) -> None:
-    """The spoiled run is far off, so that it widens the bound over what fell; the last run, which alone was looked at once, is good."""
+def test_each_run_of_a_baseline_must_be_undisturbed_and_of_one_code(
+    spoiled: dict[str, Any], why: str
+) -> None:
+    """The spoiled run is far off, so that it widens the bound over what fell; the last run, which alone was
+    looked at once, is good."""
     baseline = [result(wall=1.6, cpu=1.6, **spoiled), result(), result(), result("other")]
     held, said = check(baseline, [result(wall=1.3, cpu=1.3), result("other")])
     assert not held
@@ -291,7 +335,9 @@ def test_each_run_of_a_baseline_must_be_undisturbed_and_of_one_code(spoiled: dic
 
 def test_failed_runs_and_other_circumstances_spoil_a_baseline_and_the_load_does_not() -> None:
     assert unusable_cases([result()] * 2) == {}
-    assert unusable_cases([{**result(), "quick": True}] * 2) == {}, "small sizes in all runs are the same sizes"
+    assert unusable_cases([{**result(), "quick": True}] * 2) == {}, (
+        "small sizes in all runs are the same sizes"
+    )
     later = result()
     later["environment"] = {**later["environment"], "load_before": 0.9, "others": 0.1}
     assert unusable_cases([result(), later]) == {}
@@ -300,7 +346,10 @@ def test_failed_runs_and_other_circumstances_spoil_a_baseline_and_the_load_does_
         ({"quick": True}, "--quick: False earlier, True now"),
         ({"options": {"tokens": "(128,)"}}, "--tokens: absent earlier, (128,) now"),
         ({"environment": {**result()["environment"], "torch": "9.9"}}, "torch: absent earlier, 9.9 now"),
-        ({"environment": {**result()["environment"], "cpu": "another"}}, "cpu: a processor earlier, another now"),
+        (
+            {"environment": {**result()["environment"], "cpu": "another"}},
+            "cpu: a processor earlier, another now",
+        ),
     ):
         assert why in differences(result(), {**result(), **changed})
         assert any(why in fault for fault in unusable_cases([result(), {**result(), **changed}])["made.up"])
@@ -347,7 +396,9 @@ def test_runs_join_a_baseline_of_the_same_circumstances_only(
     assert "another processor now" in capsys.readouterr().err
     assert len(results_file.read(at_once / out)) == 2, "refused runs are not measured"
     monkeypatch.setitem(CASES, "summing.too", Case("sums", HERE))
-    assert command.main(["run", "summing.too", "--out", out, "--add"]) == 0, "the first run of a case joins nothing"
+    assert command.main(["run", "summing.too", "--out", out, "--add"]) == 0, (
+        "the first run of a case joins nothing"
+    )
 
 
 def test_a_tree_that_changes_while_a_case_runs_adds_nothing(

@@ -1,4 +1,5 @@
-"""What the cases are made of: options, layouts, clocks, phases, counted operations, and the loops that workers are measured against."""
+"""What the cases are made of: options, layouts, clocks, phases, counted operations, and the loops that
+workers are measured against."""
 
 from __future__ import annotations
 
@@ -37,13 +38,18 @@ def test_a_layout_is_read_as_it_is_written() -> None:
 
 def test_a_choice_that_no_case_can_follow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "logprobs", "train.step", "--layout", "tp=2"]) == 2
-    assert "--layout: logprobs cannot follow it. Fix: leave it out, or choose from train.step" in capsys.readouterr().err
+    assert (
+        "--layout: logprobs cannot follow it. Fix: leave it out, or choose from train.step"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         command.main(["run", "train.step", "--layout", "xp=2"])
     assert "is no axis with its ranks" in capsys.readouterr().err
     assert "train.step" in command._cases_that_take(Options(layout=Layout(tp=2)))
     everything = command._cases_that_take(Options())
-    assert [name for name in CASES if name not in everything] == [name for name, case in CASES.items() if case.needs or case.by_name]
+    assert [name for name in CASES if name not in everything] == [
+        name for name, case in CASES.items() if case.needs or case.by_name
+    ]
 
 
 class FakeCuda:
@@ -112,7 +118,12 @@ def test_phases_add_up_and_the_rest_is_what_no_phase_covers() -> None:
             with phases.phase("reward"):
                 time.sleep(0.03)
     spent = phases.spent
-    assert {name: len(taken.wall) for name, taken in spent.items()} == {"step": 1, "generation": 1, "training": 1, "rest": 1}
+    assert {name: len(taken.wall) for name, taken in spent.items()} == {
+        "step": 1,
+        "generation": 1,
+        "training": 1,
+        "rest": 1,
+    }
     assert spent["generation"].wall[0] >= 0.04 and spent["training"].wall == [0.0]
     assert spent["rest"].wall[0] >= 0.03
     assert spent["step"].wall[0] == pytest.approx(spent["generation"].wall[0] + spent["rest"].wall[0])
@@ -127,7 +138,9 @@ def test_operations_are_those_of_torch_s_own_count(tmp_path: Path) -> None:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path, 64, **NARROW), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny.save_model(tmp_path, 64, **NARROW), attn_implementation="eager"
+    )
     ids = torch.arange(2, 66)[None]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)
@@ -152,7 +165,9 @@ def test_a_policy_has_the_layout_that_was_asked_for(tmp_path: Path) -> None:
     assert not fits("megatron", Work(8, 32, 8), Layout(dp=2))
 
 
-def test_there_are_as_many_ranks_as_devices_and_on_a_cpu_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_as_many_ranks_as_devices_and_on_a_cpu_more_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with Ranks("cuda") as on_gpus, Ranks("cpu") as on_cpu:
         assert on_gpus.most == 3

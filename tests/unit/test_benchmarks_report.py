@@ -1,4 +1,5 @@
-"""The page of results: complete in itself, with plots, whole runs in the field's columns, and marked results named."""
+"""The page of results: complete in itself, with plots, whole runs in the field's columns, and marked results
+named."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def point(backend: str, **parameters: Any) -> dict[str, Any]:
     }
 
 
-def test_a_page_of_what_was_committed_needs_no_network_and_closes_what_it_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_of_what_was_committed_needs_no_network_and_closes_what_it_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("generation.json", "scaling.ranks.json"):
         (tmp_path / name).write_text((RESULTS / name).read_text())
     assert command.main(["report", str(tmp_path)]) == 0
@@ -52,18 +55,32 @@ def test_marked_results_are_named_on_top_and_at_their_case() -> None:
 
 
 def test_whole_runs_have_the_columns_of_the_field_and_blanks_where_nothing_was_measured() -> None:
-    facts = {"algorithm": "GRPO", "model": "Qwen2 0.5 M", "policy_lag": 0, "longest": 27, "gpus": 0, "training_layout": "tp=2"}
+    facts = {
+        "algorithm": "GRPO",
+        "model": "Qwen2 0.5 M",
+        "policy_lag": 0,
+        "longest": 27,
+        "gpus": 0,
+        "training_layout": "tp=2",
+    }
     whole = {**point("megatron"), "run": facts}
     whole["metrics"] = {**whole["metrics"], "step_seconds": summary(0.9, unit="s")}
     [row] = whole_runs([{**result("grpo.step"), "points": [whole, point("dtensor")]}])
     cells = dict(zip(HEAD, row, strict=True))
-    assert (cells["backend"], cells["algorithm"], cells["policy lag"], cells["step time, s"]) == ("megatron", "GRPO", "0", "0.9")
+    assert (cells["backend"], cells["algorithm"], cells["policy lag"], cells["step time, s"]) == (
+        "megatron",
+        "GRPO",
+        "0",
+        "0.9",
+    )
     assert (cells["MFU"], cells["mean length"], cells["layout, generation"]) == ("", "", "")
     assert "Whole runs" in page([{**result("grpo.step"), "points": [whole]}])
 
 
 def test_what_was_varied_becomes_the_axis() -> None:
-    over_tokens = [point(backend, tokens=tokens) for backend in ("megatron", "dtensor") for tokens in (128, 256, 512)]
+    over_tokens = [
+        point(backend, tokens=tokens) for backend in ("megatron", "dtensor") for tokens in (128, 256, 512)
+    ]
     assert varied(over_tokens) == "tokens"
     assert varied([point(backend) for backend in ("megatron", "dtensor")]) is None
     svg = drawn(over_tokens)

@@ -1,4 +1,5 @@
-"""Whole conversations by templates that behave as published ones: ids, spans, ends, forms of tool calls, dates and limits."""
+"""Whole conversations by templates that behave as published ones: ids, spans, ends, forms of tool calls,
+dates and limits."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def reference(name: str, messages: list[dict[str, Any]], tools: Any, **options: 
     tokenizer = tokenizer_of(name)
     tools = list(tools) or None
     clock = {"strftime_now": DAY.strftime}
-    return str(tokenizer.apply_chat_template(shaped(name, messages), tools=tools, tokenize=False, **clock, **options))
+    return str(
+        tokenizer.apply_chat_template(shaped(name, messages), tools=tools, tokenize=False, **clock, **options)
+    )
 
 
 def tools_of(kind: str) -> Any:
@@ -66,7 +69,9 @@ def said_of(message: dict[str, Any]) -> str:
 
 def test_there_is_a_template_and_a_conversation_of_every_kind() -> None:
     assert len(TEMPLATES) >= 20 and len(CONVERSATIONS) >= 11
-    assert {kind for kinds in REFUSED.values() for kind in kinds} <= set(CONVERSATIONS) and set(REFUSED) <= set(TEMPLATES)
+    assert {kind for kinds in REFUSED.values() for kind in kinds} <= set(CONVERSATIONS) and set(
+        REFUSED
+    ) <= set(TEMPLATES)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -86,7 +91,8 @@ def test_the_assistant_alone_is_learned_of_the_whole_rendering(name: str, kind: 
     assert found.ids[: last - 1] == whole[: last - 1]
     assert found.ids == whole or (found.ids[-1] == tokenizer.eos_token_id and len(found.ids) == last)
 
-    # one span a turn of the assistant, disjoint and in order, which says what the turn says and nothing of others
+    # one span a turn of the assistant, disjoint and in order, which says what the turn says and nothing of
+    # others
     spoken = [message for message in messages if message["role"] == "assistant"]
     assert len(found.targets) == len(spoken)
     edges = [edge for span in found.targets for edge in span]
@@ -124,7 +130,8 @@ def test_a_turn_begins_where_a_response_would(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm-4.5"])
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 def test_thinking_off_is_learned_or_refused_with_what_differs(name: str, kind: str) -> None:
-    """A response is then generated after an empty block of reasoning: one with reasoning would follow something else."""
+    """A response is then generated after an empty block of reasoning: one with reasoning would follow
+    something else."""
     messages, tools = CONVERSATIONS[kind], tools_of(kind)
     tokenizer = tokenizer_of(name)
     whole = reference(name, messages, tools, enable_thinking=False)
@@ -142,7 +149,11 @@ def test_thinking_off_is_learned_or_refused_with_what_differs(name: str, kind: s
 
 def test_calls_that_are_named_by_their_ids() -> None:
     identifier = "functions.weather:0"
-    messages = [user("How warm?"), assistant("", tool_calls=[call("weather", {"city": "Rome"}, identifier)]), tool("20", identifier)]
+    messages = [
+        user("How warm?"),
+        assistant("", tool_calls=[call("weather", {"city": "Rome"}, identifier)]),
+        tool("20", identifier),
+    ]
     found = encoder_of("kimi-k2").encode_conversation(record_of([*messages, assistant("Mild.")], TOOLS))
     start, end = found.targets[0]
     text = tokenizer_of("kimi-k2").decode(found.ids[start:end])
@@ -189,7 +200,9 @@ def test_results_of_tools_that_end_otherwise_where_others_follow(begins: str) ->
 def test_a_first_word_that_is_one_token_with_the_space_before_it_is_learned() -> None:
     """The prompt ends in ``Assistant: ``, and `` two`` is one token."""
     found = encoder_of("ernie").encode_conversation(record_of([user("Say it."), assistant("two")]))
-    assert [tokenizer_of("ernie").decode(found.ids[start:end]) for start, end in found.targets] == [" two</s>"]
+    assert [tokenizer_of("ernie").decode(found.ids[start:end]) for start, end in found.targets] == [
+        " two</s>"
+    ]
 
 
 @pytest.mark.parametrize("asked", ["Ask one.", "What is <|im_start|>assistant\nthen?"])
@@ -199,12 +212,15 @@ def test_a_turn_that_a_template_writes_twice_is_refused(asked: str) -> None:
     summary = "{{ '<|im_start|>summary\n' }}{% for m in messages %}{{ m.content[:10] + ';' }}{% endfor %}"
     turns, added = tokenizer.chat_template.split("{% if add_generation_prompt")
     tokenizer.chat_template = f"{turns}{summary}{{% if add_generation_prompt{added}"
-    with pytest.raises(RecordError, match="more than once" if "<" in asked else "where a generated one follows"):
+    with pytest.raises(
+        RecordError, match="more than once" if "<" in asked else "where a generated one follows"
+    ):
         PromptEncoder(tokenizer).encode_conversation(record_of([user(asked), assistant("Said two.")]))
 
 
 def test_a_turn_that_the_user_alone_repeats_is_refused() -> None:
-    """The template leaves out earlier turns of the assistant, so that this one is in the whole once: in a later turn."""
+    """The template leaves out earlier turns of the assistant, so that this one is in the whole once: in a
+    later turn."""
     text = "A long answer, to be repeated."
     messages = [user("Ask one."), assistant(text), user(f"You said: {text}"), assistant("Yes.")]
     tokenizer = tokenizer_of("chatml")
@@ -233,14 +249,20 @@ def test_marks_around_the_content_alone_learn_the_end_too() -> None:
 
 @pytest.mark.parametrize(
     ("marked", "learned"),
-    [("loop.last", ["Done.<|im_end|>"]), ("message.role == 'user' and loop.index > 1", None), ("message.role == 'assistant'", 3)],
+    [
+        ("loop.last", ["Done.<|im_end|>"]),
+        ("message.role == 'user' and loop.index > 1", None),
+        ("message.role == 'assistant'", 3),
+    ],
 )
 def test_marks_of_some_turns_are_the_assistants(marked: str, learned: Any) -> None:
     said = "{{ message.content }}"
     body = f"{{% if {marked} %}}{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}"
     encoder, record = _marking(body + "{{ '<|im_end|>\n' }}"), record_of(CONVERSATIONS["three turns"])
     if learned is None:
-        with pytest.raises(RecordError, match=r"not all of these texts are such turns; the first one is 'Want further\.'"):
+        with pytest.raises(
+            RecordError, match=r"not all of these texts are such turns; the first one is 'Want further\.'"
+        ):
             encoder.encode_conversation(record)
         return
     found = encoder.encode_conversation(record)
@@ -253,7 +275,9 @@ def test_a_clock_shows_the_day_of_the_run() -> None:
     texts = [encoder_of(name).whole_text(record) for name in ("llama3.2", "gpt-oss", "smollm3")]
     assert ["03 Feb 2026" in texts[0], "2026-02-03" in texts[1], "03 February 2026" in texts[2]] == [True] * 3
     tokenizer = tokenizer_of("llama3.2")
-    identities = [PromptEncoder(tokenizer, date=day).identity for day in (DAY, DAY + datetime.timedelta(1), DAY)]
+    identities = [
+        PromptEncoder(tokenizer, date=day).identity for day in (DAY, DAY + datetime.timedelta(1), DAY)
+    ]
     assert identities[0] == identities[2] != identities[1]
     plain = tokenizer_of("llama3.1")
     assert PromptEncoder(plain, date=DAY).identity == PromptEncoder(plain, date=None).identity
@@ -264,7 +288,9 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch
     tokenizer = tokenizer_of("chatml")
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     tokenizer.chat_template = "{% if messages|length > 1 %}" + loops + "{% endif %}{{ messages[0].content }}"
-    with pytest.raises(RecordError, match=r"row 1: policy.tokenizer.chat_template took more than 0.3 s for 2 messages"):
+    with pytest.raises(
+        RecordError, match=r"row 1: policy.tokenizer.chat_template took more than 0.3 s for 2 messages"
+    ):
         PromptEncoder(tokenizer).whole_text(record_of(CONVERSATIONS["one turn"]))
 
 
@@ -279,13 +305,20 @@ def test_a_template_that_writes_far_more_than_it_is_given_is_refused() -> None:
     """A tokenizer takes hundreds of bytes and microseconds for each character."""
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template += "{{ 'a b ' * 10 ** 7 }}"
-    with pytest.raises(RecordError, match=r"row 1: .* writes 400000\d\d characters for messages and tools of \d\d\d?;.*Fix: "):
+    with pytest.raises(
+        RecordError, match=r"row 1: .* writes 400000\d\d characters for messages and tools of \d\d\d?;.*Fix: "
+    ):
         PromptEncoder(tokenizer).encode_conversation(record_of(CONVERSATIONS["one turn"]))
 
 
-@pytest.mark.parametrize(("first", "second", "shared"), [("", "", 0), ("ab", "ab", 2), ("abc", "abd", 2), ("x", "y", 0), ("abcd", "ab", 2)])
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [("", "", 0), ("ab", "ab", 2), ("abc", "abd", 2), ("x", "y", 0), ("abcd", "ab", 2)],
+)
 def test_texts_share_a_beginning(first: str, second: str, shared: int) -> None:
-    assert conversations._shared_length(first, second) == conversations._shared_length(second, first) == shared
+    assert (
+        conversations._shared_length(first, second) == conversations._shared_length(second, first) == shared
+    )
 
 
 def test_a_slow_tokenizer_counts_characters_by_decoding() -> None:

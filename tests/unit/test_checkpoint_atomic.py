@@ -74,7 +74,9 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     assert json.loads(path.read_text()) == {"step": 3}
 
 
-def test_removed_directory_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_directory_loses_its_name_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "step_1").mkdir()
     fill(tmp_path / "step_1")
 
@@ -164,7 +166,9 @@ def test_a_named_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -
     assert verify(tmp_path) == ["a.bin is not a regular file"]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "deep/../a.bin", "", ".", "deep//er/b.bin", "linked/file", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/hostname", "deep/../a.bin", "", ".", "deep//er/b.bin", "linked/file", "a\0b"]
+)
 def test_manifest_cannot_lead_out_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -174,14 +178,20 @@ def test_manifest_cannot_lead_out_of_the_checkpoint(tmp_path: Path, name: str) -
     (root / "linked").symlink_to(tmp_path / "target")
     files = {name: {"size": 6, "hash": "0"}}
     digest = hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (root / MANIFEST_NAME).write_text(json.dumps({"version": 1, "algorithm": "sha256", "digest": digest, "files": files}))
+    (root / MANIFEST_NAME).write_text(
+        json.dumps({"version": 1, "algorithm": "sha256", "digest": digest, "files": files})
+    )
     [problem] = verify(root)
     assert "not a plain path" in problem
 
 
 def test_links_and_special_files_are_not_checkpointed(tmp_path: Path) -> None:
     for number, make in enumerate(
-        (lambda path: path.symlink_to("/etc/hostname"), lambda path: os.mkfifo(path), lambda path: path.symlink_to("/etc"))
+        (
+            lambda path: path.symlink_to("/etc/hostname"),
+            lambda path: os.mkfifo(path),
+            lambda path: path.symlink_to("/etc"),
+        )
     ):
         root = tmp_path / str(number)
         root.mkdir()
@@ -219,7 +229,9 @@ def test_metric_is_found_beside_or_among_the_metrics() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("what", ["directory", "file", "file over another"])
-def test_a_rename_whose_reply_was_lost_is_done(number: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_whose_reply_was_lost_is_done(
+    number: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target, real = tmp_path / "source", tmp_path / "target", os.rename
     source.mkdir() if what == "directory" else source.write_text("new")
     if what == "file over another":

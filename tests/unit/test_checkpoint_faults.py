@@ -1,4 +1,5 @@
-"""Death or an I/O error at every write, sync, rename and deletion of a save must leave a checkpoint that loads."""
+"""Death or an I/O error at every write, sync, rename and deletion of a save must leave a checkpoint that
+loads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ OPERATIONS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 @contextmanager
 def fault_at(number: int, fault: Callable[[], None]) -> Iterator[list[str]]:
-    """Run ``fault`` in place of the ``number``-th disk operation (from 0); a write is half done by then. Yields the operations seen."""
+    """Run ``fault`` in place of the ``number``-th disk operation (from 0); a write is half done by then.
+    Yields the operations seen."""
     seen: list[str] = []
     counting = threading.Lock()
     real = {name: getattr(os, name) for name in OPERATIONS}
@@ -61,7 +63,9 @@ def disk_full() -> None:
 
 
 def save(directory: Path, step: int, content: bytes) -> Path:
-    manager = CheckpointManager({"checkpoint_dir": directory, "metric_name": "reward", "higher_is_better": True, "keep_top_k": 1})
+    manager = CheckpointManager(
+        {"checkpoint_dir": directory, "metric_name": "reward", "higher_is_better": True, "keep_top_k": 1}
+    )
     path = manager.init_tmp_checkpoint(step, {"step": step, "reward": float(step)}, {"seed": 7})
     try:
         (path / "weights").mkdir()
@@ -142,7 +146,9 @@ def test_death_at_any_operation_leaves_a_loadable_checkpoint(tmp_path: Path, ste
         with RunLock(directory) as lock:
             CheckpointManager({"checkpoint_dir": directory}, lock=lock)
         assert loadable(directory) == found
-        assert [path.name for path in directory.iterdir() if not path.name.startswith("step_")] == ["run.lock"]
+        assert [path.name for path in directory.iterdir() if not path.name.startswith("step_")] == [
+            "run.lock"
+        ]
         assert not list(directory.glob("*_replacement"))
         if number % 5 == 0:
             save(directory, 4, b"after the crash")
@@ -182,4 +188,6 @@ def test_old_checkpoint_is_deleted_only_after_the_new_one_stands(tmp_path: Path)
     first_rename = seen.index("rename")
     assert "unlink" not in seen[:first_rename] and "rmdir" not in seen[:first_rename]
     assert seen[first_rename + 1] == "fsync"
-    assert seen[first_rename:].count("rename") == 3  # commit, and both old ones renamed away before they are deleted
+    assert (
+        seen[first_rename:].count("rename") == 3
+    )  # commit, and both old ones renamed away before they are deleted

@@ -31,7 +31,12 @@ sys.stdin.read()
 @contextmanager
 def other_run(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock until it is told to stop."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stdin is not None
     try:
         assert process.stdout.readline() == "held\n"
@@ -65,7 +70,9 @@ def test_lock_is_taken_given_back_and_taken_again(tmp_path: Path) -> None:
 def test_second_live_run_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
     with other_run(tmp_path) as process:
         lock = RunLock(tmp_path)
-        with pytest.raises(StateError, match=rf"in use by process {process.pid} on host {socket.gethostname()}") as caught:
+        with pytest.raises(
+            StateError, match=rf"in use by process {process.pid} on host {socket.gethostname()}"
+        ) as caught:
             lock.acquire()
         assert not lock.held
         assert str(lock.path) in str(caught.value) and "run_dir" in str(caught.value)
@@ -78,7 +85,9 @@ def test_second_lock_of_the_same_process_is_refused(tmp_path: Path) -> None:
         RunLock(tmp_path).acquire()
 
 
-def test_killed_run_leaves_a_lock_that_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_killed_run_leaves_a_lock_that_is_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with other_run(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -94,7 +103,9 @@ def test_lock_goes_back_when_the_run_fails(tmp_path: Path) -> None:
         pass
 
 
-def test_live_owner_is_respected_where_kernel_locks_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_owner_is_respected_where_kernel_locks_do_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(lock_module.errno.ENOTSUP, "not supported")
 
@@ -132,7 +143,9 @@ def test_kernel_lock_counts_more_than_a_written_owner_that_seems_dead(tmp_path: 
         ({"unknown": 1}, True),
     ],
 )
-def test_written_owner_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], free: bool) -> None:
+def test_written_owner_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], free: bool
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write_owner(tmp_path, **changes)

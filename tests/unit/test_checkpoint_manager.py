@@ -20,11 +20,18 @@ from megarl.errors import CheckpointError
 
 
 def manager(directory: Path, **changes: Any) -> CheckpointManager:
-    config = {"enabled": True, "checkpoint_dir": str(directory), "metric_name": "accuracy", "higher_is_better": True}
+    config = {
+        "enabled": True,
+        "checkpoint_dir": str(directory),
+        "metric_name": "accuracy",
+        "higher_is_better": True,
+    }
     return CheckpointManager({**config, "save_period": 2, "keep_top_k": None, **changes})
 
 
-def save(target: CheckpointManager, step: int, metric: float | None = None, content: bytes = b"weights") -> Path:
+def save(
+    target: CheckpointManager, step: int, metric: float | None = None, content: bytes = b"weights"
+) -> Path:
     info: dict[str, Any] = {"step": step} if metric is None else {"step": step, "accuracy": metric}
     path = target.init_tmp_checkpoint(step, info)
     (path / "policy" / "weights").mkdir(parents=True)
@@ -46,7 +53,12 @@ def test_life_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert temporary == tmp_path / "runs/one/tmp_step_3"
     assert writer.get_latest_checkpoint_path() is None
     final = writer.finalize_checkpoint(temporary)
-    assert final == tmp_path / "runs/one/step_3" == writer.get_latest_checkpoint_path() == writer.get_best_checkpoint_path()
+    assert (
+        final
+        == tmp_path / "runs/one/step_3"
+        == writer.get_latest_checkpoint_path()
+        == writer.get_best_checkpoint_path()
+    )
     assert not temporary.exists()
     assert names(final) == ["config.yaml", "manifest.json", "training_info.json"]
     assert writer.load_training_info(final) == info == writer.load_training_info()
@@ -91,7 +103,9 @@ DAMAGES = [damage_flip, damage_truncate, damage_delete, damage_manifest, damage_
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_latest_falls_back_to_the_one_before(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_latest_falls_back_to_the_one_before(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     writer = manager(tmp_path)
     for step, metric in ((1, 0.1), (2, 0.3), (3, 0.9)):
         save(writer, step, metric)
@@ -263,11 +277,15 @@ def test_a_symbolic_link_fails_the_save_and_keeps_the_old(tmp_path: Path) -> Non
     assert names(tmp_path) == ["step_1"]
 
 
-metric_tables = st.dictionaries(st.integers(0, 30), st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0])), max_size=12)
+metric_tables = st.dictionaries(
+    st.integers(0, 30), st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0])), max_size=12
+)
 
 
 @given(metric_tables, st.integers(0, 6), st.booleans(), st.booleans())
-def test_retention_properties(metrics: dict[int, float | None], top_k: int, higher: bool, keep_latest: bool) -> None:
+def test_retention_properties(
+    metrics: dict[int, float | None], top_k: int, higher: bool, keep_latest: bool
+) -> None:
     kept = steps_to_keep(metrics, top_k, higher, keep_latest)
     assert kept <= set(metrics)
     assert bool(kept) == bool(metrics)
@@ -290,7 +308,9 @@ def test_retention_properties(metrics: dict[int, float | None], top_k: int, high
 
 
 @given(metric_tables, st.booleans())
-def test_ranking_is_a_permutation_with_missing_metrics_last(metrics: dict[int, float | None], higher: bool) -> None:
+def test_ranking_is_a_permutation_with_missing_metrics_last(
+    metrics: dict[int, float | None], higher: bool
+) -> None:
     ranked = ranked_steps(metrics, higher)
     assert sorted(ranked) == sorted(metrics)
     missing = [step for step in ranked if metrics[step] is None]
@@ -310,18 +330,23 @@ def test_retention_on_disk_follows_the_rule(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_checkpoint_under_another_name_is_not_resumed_from(copies: bool, tmp_path: Path) -> None:
-    """It would be gone on from again and again: the run saves the step after its own, which is not the newest."""
+    """It would be gone on from again and again: the run saves the step after its own, which is not the
+    newest."""
     writer = manager(tmp_path, keep_top_k=1)
     for step in (1, 3):
         save(writer, step)
     (shutil.copytree if copies else Path.rename)(tmp_path / "step_3", tmp_path / "step_9")
     latest, damaged = manager(tmp_path).latest_and_damaged()
     assert latest == (tmp_path / "step_3" if copies else None)
-    assert damaged == {tmp_path / "step_9": [f"{INFO_NAME} says step = 3: it was renamed, or is a copy of another one"]}
+    assert damaged == {
+        tmp_path / "step_9": [f"{INFO_NAME} says step = 3: it was renamed, or is a copy of another one"]
+    }
     with pytest.raises(CheckpointError, match="says step = 3"):
         writer.verify_checkpoint(tmp_path / "step_9")
     save(writer, 4)
-    assert names(tmp_path) == ["step_4", "step_9"], "one that is not trusted is no reason to remove others, and is left"
+    assert names(tmp_path) == ["step_4", "step_9"], (
+        "one that is not trusted is no reason to remove others, and is left"
+    )
 
 
 @pytest.mark.parametrize("step", [-1, "3", 3.0, True, None])

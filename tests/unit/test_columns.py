@@ -1,4 +1,5 @@
-"""Columns found by their usual names, and rows in the published forms of other tools, compared with the same rows as plain messages."""
+"""Columns found by their usual names, and rows in the published forms of other tools, compared with the same
+rows as plain messages."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ Rows = list[dict[str, Any]]
 
 def turns(*texts: str, system: str = "") -> Rows:
     """A conversation as plain messages: the user's and the assistant's texts in turn."""
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    messages = [
+        {"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)
+    ]
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
@@ -37,7 +40,10 @@ def sharegpt(*texts: str) -> Rows:
 def called(name: str, arguments: Any, number: str, said: str) -> Rows:
     """A call of a function and what it returned, as plain messages."""
     call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": number, "content": said}]
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": number, "content": said},
+    ]
 
 
 def write(path: Path, rows: Rows, form: str = "jsonl") -> Path:
@@ -55,13 +61,19 @@ def write(path: Path, rows: Rows, form: str = "jsonl") -> Path:
     return file
 
 
-def load(path: Path, kind: Kind = Kind.ANSWERS, template: str = "qwen2.5", **keys: Any) -> tuple[Dataset, dict[str, Any]]:
+def load(
+    path: Path, kind: Kind = Kind.ANSWERS, template: str = "qwen2.5", **keys: Any
+) -> tuple[Dataset, dict[str, Any]]:
     """The rows of a file as a run reads them, and the source with what was found."""
     tokenizer = tokenizer_of(template)
     source: Any = {"path": str(path), **keys}
     config: Any = {"max_input_seq_length": 4000, "cache_dir": str(path.parent / "cache")}
     reading = Reading(
-        config, tokenizer, kind is not Kind.REFERENCES, pairs=kind is Kind.PAIRS, stop_tokens=tuple(stop_ids(template, tokenizer))
+        config,
+        tokenizer,
+        kind is not Kind.REFERENCES,
+        pairs=kind is Kind.PAIRS,
+        stop_tokens=tuple(stop_ids(template, tokenizer)),
     )
     return load_dataset(source, reading), source
 
@@ -72,7 +84,11 @@ def tokens_of(dataset: Dataset) -> list[tuple[Any, ...]]:
 
 PUBLISHED: dict[str, dict[str, Any]] = read_table("published_rows.yaml")
 LEARNED = PUBLISHED["learned"]
-TOOL = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "weather",
+    "description": "",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TOOLS = [{"type": "function", "function": TOOL}]
 WARM = {"role": "assistant", "content": "It is 20."}
 
@@ -80,7 +96,9 @@ WARM = {"role": "assistant", "content": "It is 20."}
 @pytest.mark.parametrize("template", ["qwen2.5", "llama3.1"])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", LEARNED)
-def test_published_rows_are_learned_as_plain_messages(tmp_path: Path, name: str, form: str, template: str) -> None:
+def test_published_rows_are_learned_as_plain_messages(
+    tmp_path: Path, name: str, form: str, template: str
+) -> None:
     rows, plain = LEARNED[name].values()
     has_tools = bool({"functions", "tools"} & rows[0].keys())
     # llama3.1's template writes the arguments of a call as it gets them
@@ -97,8 +115,14 @@ def test_calls_and_their_answers_have_the_same_ids(name: str) -> None:
     [messages] = [rows[0][key] for key in ("messages", "conversations") if key in rows[0]]
     found = as_messages(messages, "m", "row")
     calls = [call for message in found for call in message.get("tool_calls", [])]
-    assert [call["id"] for call in calls] == [message["tool_call_id"] for message in found if message["role"] == "tool"] == ["c00001000"]
-    assert [message["role"] for message in found] == [message["role"] for message in plain[0] if message["role"] != "system"]
+    assert (
+        [call["id"] for call in calls]
+        == [message["tool_call_id"] for message in found if message["role"] == "tool"]
+        == ["c00001000"]
+    )
+    assert [message["role"] for message in found] == [
+        message["role"] for message in plain[0] if message["role"] != "system"
+    ]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -106,7 +130,10 @@ def test_calls_and_their_answers_have_the_same_ids(name: str) -> None:
 def test_published_pairs_are_those_of_plain_messages(tmp_path: Path, name: str, form: str) -> None:
     rows, plain = PUBLISHED["pairs"][name].values()
     found, _ = load(write(tmp_path / "found", rows, form), Kind.PAIRS)
-    same: Rows = [{"p": asked, **{key: turns("", said)[1:] for key, said in (("c", good), ("r", bad))}} for asked, good, bad in plain]
+    same: Rows = [
+        {"p": asked, **{key: turns("", said)[1:] for key, said in (("c", good), ("r", bad))}}
+        for asked, good, bad in plain
+    ]
     keys = {"prompt_key": "p", "chosen_key": "c", "rejected_key": "r"}
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", same), Kind.PAIRS, **keys)[0])
 
@@ -118,15 +145,23 @@ def test_published_rows_give_prompts_and_reference_answers(tmp_path: Path, name:
     file = write(tmp_path / "found", rows, form)
     found, source = load(file, Kind.REFERENCES)
     assert {key: value for key, value in source.items() if key != "path"} == keys
-    same, _ = load(write(tmp_path / "plain", [{"p": p, "a": a} for p, a in plain]), Kind.REFERENCES, prompt_key="p", answer_key="a")
-    assert [(each.prompt_ids, each.answer) for each in found.examples] == [(each.prompt_ids, each.answer) for each in same.examples]
+    same, _ = load(
+        write(tmp_path / "plain", [{"p": p, "a": a} for p, a in plain]),
+        Kind.REFERENCES,
+        prompt_key="p",
+        answer_key="a",
+    )
+    assert [(each.prompt_ids, each.answer) for each in found.examples] == [
+        (each.prompt_ids, each.answer) for each in same.examples
+    ]
     # a resumed run reads the configuration that has been completed
     again, _ = load(file, Kind.REFERENCES, **keys)
     assert again.fingerprint == found.fingerprint
 
 
 PROGRAM = (
-    "```python\nimport math\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
+    "```python\nimport math\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    "
+    "print(sum(map(int, input().split())))\n```"
 )
 
 
@@ -143,20 +178,54 @@ def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("kind", "row", "parts"),
     [
-        (Kind.ANSWERS, {"messages": turns("a", "b"), "prompt": "a", "completion": "b"}, ["messages, prompt, completion", "messages_key="]),
-        (Kind.ANSWERS, {"problem": "a", "solution": "b", "answer": "c"}, ["answer_key=answer", "answer_key=solution"]),
-        (Kind.ANSWERS, {"context": "c", "question": "a", "answer": "b"}, ["prompt_key=[context,question]", "prompt_key=question "]),
+        (
+            Kind.ANSWERS,
+            {"messages": turns("a", "b"), "prompt": "a", "completion": "b"},
+            ["messages, prompt, completion", "messages_key="],
+        ),
+        (
+            Kind.ANSWERS,
+            {"problem": "a", "solution": "b", "answer": "c"},
+            ["answer_key=answer", "answer_key=solution"],
+        ),
+        (
+            Kind.ANSWERS,
+            {"context": "c", "question": "a", "answer": "b"},
+            ["prompt_key=[context,question]", "prompt_key=question "],
+        ),
         (Kind.ANSWERS, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
         (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["(ask, say)", "messages_key"]),
-        (Kind.REFERENCES, {"prompt": "a", "question": "b", "answer": "c"}, ["prompt_key=prompt", "prompt_key=question"]),
-        (Kind.REFERENCES, {"messages": turns("a", "b"), "answer": "b"}, ["messages_key=messages;", "answer_key=answer"]),
+        (
+            Kind.REFERENCES,
+            {"prompt": "a", "question": "b", "answer": "c"},
+            ["prompt_key=prompt", "prompt_key=question"],
+        ),
+        (
+            Kind.REFERENCES,
+            {"messages": turns("a", "b"), "answer": "b"},
+            ["messages_key=messages;", "answer_key=answer"],
+        ),
         (Kind.REFERENCES, {"prompt": "a"}, ["reference answers", "(prompt)"]),
-        (Kind.PAIRS, {"chosen": "a", "rejected": "b"}, ["(chosen, rejected)", "prompt_key unless both hold whole conversations"]),
-        (Kind.PAIRS, {"prompt": "a", "good": "b", "bad": "c"}, ["(prompt, good, bad)", "chosen_key and rejected_key"]),
-        (Kind.PAIRS, {"prompt": "a", "question": "a", "chosen": "b", "rejected": "c"}, ["prompt_key=prompt chosen_key=chosen", "; or "]),
+        (
+            Kind.PAIRS,
+            {"chosen": "a", "rejected": "b"},
+            ["(chosen, rejected)", "prompt_key unless both hold whole conversations"],
+        ),
+        (
+            Kind.PAIRS,
+            {"prompt": "a", "good": "b", "bad": "c"},
+            ["(prompt, good, bad)", "chosen_key and rejected_key"],
+        ),
+        (
+            Kind.PAIRS,
+            {"prompt": "a", "question": "a", "chosen": "b", "rejected": "c"},
+            ["prompt_key=prompt chosen_key=chosen", "; or "],
+        ),
     ],
 )
-def test_columns_without_one_reading_are_refused_with_what_to_write(tmp_path: Path, kind: Kind, row: Any, parts: list[str]) -> None:
+def test_columns_without_one_reading_are_refused_with_what_to_write(
+    tmp_path: Path, kind: Kind, row: Any, parts: list[str]
+) -> None:
     with pytest.raises(DataError) as caught:
         load(write(tmp_path, [row]), kind)
     assert "rows.jsonl" in str(caught.value) and "Fix: write" in str(caught.value)
@@ -166,14 +235,36 @@ def test_columns_without_one_reading_are_refused_with_what_to_write(tmp_path: Pa
 @pytest.mark.parametrize(
     ("kind", "given", "row", "found"),
     [
-        (Kind.ANSWERS, {"answer_key": "solution"}, {"problem": "a", "solution": "b", "answer": "c"}, {"prompt_key": "problem"}),
-        (Kind.REFERENCES, {"prompt_key": "ask"}, {"ask": "a", "question": "b", "answer": "c"}, {"answer_key": "answer"}),
-        (Kind.REFERENCES, {"answer_key": "n"}, {"messages": turns("a", "b"), "n": 3}, {"messages_key": "messages"}),
+        (
+            Kind.ANSWERS,
+            {"answer_key": "solution"},
+            {"problem": "a", "solution": "b", "answer": "c"},
+            {"prompt_key": "problem"},
+        ),
+        (
+            Kind.REFERENCES,
+            {"prompt_key": "ask"},
+            {"ask": "a", "question": "b", "answer": "c"},
+            {"answer_key": "answer"},
+        ),
+        (
+            Kind.REFERENCES,
+            {"answer_key": "n"},
+            {"messages": turns("a", "b"), "n": 3},
+            {"messages_key": "messages"},
+        ),
         (Kind.ANSWERS, {"messages_key": "m"}, {"m": turns("a", "b"), "messages": 3, "system": "c"}, {}),
-        (Kind.PAIRS, {"chosen_key": "good"}, {"prompt": "a", "good": "b", "chosen": "x", "rejected": "c"}, {"rejected_key": "rejected"}),
+        (
+            Kind.PAIRS,
+            {"chosen_key": "good"},
+            {"prompt": "a", "good": "b", "chosen": "x", "rejected": "c"},
+            {"rejected_key": "rejected"},
+        ),
     ],
 )
-def test_given_keys_stay(tmp_path: Path, kind: Kind, given: dict[str, str], row: Any, found: dict[str, str]) -> None:
+def test_given_keys_stay(
+    tmp_path: Path, kind: Kind, given: dict[str, str], row: Any, found: dict[str, str]
+) -> None:
     source: Any = {"path": str(write(tmp_path, [row])), **given}
     complete_source(source, kind)
     assert source.items() >= {**given, **found}.items()
@@ -200,17 +291,29 @@ def test_a_first_record_that_cannot_be_read_is_refused_or_left_out(tmp_path: Pat
     ("value", "message"),
     TABLES["messages that cannot be read are told what to write"],
 )
-def test_messages_that_cannot_be_read_are_told_what_to_write(tmp_path: Path, value: Any, message: str) -> None:
+def test_messages_that_cannot_be_read_are_told_what_to_write(
+    tmp_path: Path, value: Any, message: str
+) -> None:
     with pytest.raises(RecordError, match=rf"line 1.*{message}"):
         load(write(tmp_path, [{"messages": value}]), messages_key="messages")
 
 
 def test_a_text_that_only_looks_like_messages_stays_a_text(tmp_path: Path) -> None:
-    texts = ["[1, 2]", "[not JSON", "Human: is this a transcript?", '[{"a": 1}]', "\n\nHuman: no end\n\nAssistant: said"]
+    texts = [
+        "[1, 2]",
+        "[not JSON",
+        "Human: is this a transcript?",
+        '[{"a": 1}]',
+        "\n\nHuman: no end\n\nAssistant: said",
+    ]
     found, _ = load(write(tmp_path / "t", [{"prompt": text, "completion": text} for text in texts]))
-    plain, _ = load(write(tmp_path / "m", [{"messages": turns(text, text)} for text in texts]), messages_key="messages")
+    plain, _ = load(
+        write(tmp_path / "m", [{"messages": turns(text, text)} for text in texts]), messages_key="messages"
+    )
     # a conversation may not hold a transcript, so that only the texts are compared
-    decoded = [tokenizer_of("qwen2.5").decode([*each.prompt_ids, *each.answer_ids]) for each in found.examples]
+    decoded = [
+        tokenizer_of("qwen2.5").decode([*each.prompt_ids, *each.answer_ids]) for each in found.examples
+    ]
     assert all(text.count(said) == 2 for text, said in zip(decoded, texts, strict=True))
     assert tokens_of(found) == tokens_of(plain)
 
@@ -235,13 +338,20 @@ def test_a_first_record_of_the_wrong_type_is_named(tmp_path: Path, row: Any, mes
 
 
 def test_a_column_that_is_null_in_the_first_record_is_no_second_reading(tmp_path: Path) -> None:
-    rows = [{"prompt": None, "question": "1+1?", "answer": "2", "target": None}, {"prompt": None, "question": "Sky?", "answer": "Blue."}]
+    rows = [
+        {"prompt": None, "question": "1+1?", "answer": "2", "target": None},
+        {"prompt": None, "question": "Sky?", "answer": "Blue."},
+    ]
     _, source = load(write(tmp_path, rows, "parquet"), Kind.REFERENCES)
     assert (source["prompt_key"], source["answer_key"]) == ("question", "answer")
 
 
 def test_a_conversation_may_go_with_several_columns_of_tests(tmp_path: Path) -> None:
-    row = {"messages": turns("Square."), "test_list": ["assert square(two) == 4"], "test_setup_code": "two = 2"}
+    row = {
+        "messages": turns("Square."),
+        "test_list": ["assert square(two) == 4"],
+        "test_setup_code": "two = 2",
+    }
     for keys in ({}, {"messages_key": "messages", "answer_key": ["test_list", "test_setup_code"]}):
         found, _ = load(write(tmp_path, [row]), Kind.REFERENCES, **keys)
         assert judge(PROGRAM, found.examples[0].answer, Limits(seconds=60.0, isolated=False)) == 1.0
@@ -285,13 +395,18 @@ def test_cells_are_texts(tmp_path: Path, name: str, content: bytes, rows: list[t
     assert source["prompt_key"] == "prompt" and source["answer_key"] == "answer"
     assert [each.answer for each in found.examples] == [answer for _, answer in rows]
     decoded = [tokenizer_of("qwen2.5").decode(each.prompt_ids) for each in found.examples]
-    assert all(f"<|im_start|>user\n{prompt}<|im_end|>" in text for (prompt, _), text in zip(rows, decoded, strict=True))
+    assert all(
+        f"<|im_start|>user\n{prompt}<|im_end|>" in text
+        for (prompt, _), text in zip(rows, decoded, strict=True)
+    )
 
 
 def test_csv_may_hold_messages_as_json_text(tmp_path: Path) -> None:
     plain = [turns("Hi", "Hello", "Bye", "Bye!"), turns("1+1?", "2", system="Count.")]
     table, _ = load(write(tmp_path / "c", [{"messages": json.dumps(each)} for each in plain], "csv"))
-    assert tokens_of(table) == tokens_of(load(write(tmp_path / "l", [{"messages": each} for each in plain]))[0])
+    assert tokens_of(table) == tokens_of(
+        load(write(tmp_path / "l", [{"messages": each} for each in plain]))[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def leads_elsewhere(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [others_may_write, leads_elsewhere])
-def test_what_others_may_write_into_is_not_read(made: object, temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_others_may_write_into_is_not_read(
+    made: object, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made(usual(temporary))  # type: ignore[operator]
     own_compile_cache()
     chosen = Path(env.text(NAME) or "")

@@ -18,13 +18,17 @@ SIZES = st.integers(1, 5)
 
 @settings(max_examples=80, derandomize=True)
 @given(pipeline=SIZES, data=SIZES, context=SIZES, tensor=SIZES, per_node=st.integers(1, 9))
-def test_coordinates_are_those_of_the_rank_array(pipeline: int, data: int, context: int, tensor: int, per_node: int) -> None:
+def test_coordinates_are_those_of_the_rank_array(
+    pipeline: int, data: int, context: int, tensor: int, per_node: int
+) -> None:
     layout = Layout(pipeline, data, context, tensor, per_node)
     array = numpy.arange(pipeline * data * context * tensor).reshape(pipeline, data, context, tensor)
     assert layout.world_size == array.size
     for rank in range(layout.world_size):
         place = tuple(int(index) for index in numpy.argwhere(array == rank)[0])
-        assert layout.coordinates(rank) == Coordinates(rank, *place, node=rank // per_node, local_rank=rank % per_node)
+        assert layout.coordinates(rank) == Coordinates(
+            rank, *place, node=rank // per_node, local_rank=rank % per_node
+        )
 
 
 @pytest.mark.parametrize("rank", [-1, 30])
@@ -51,7 +55,14 @@ def test_layers_that_do_not_divide(arguments: tuple[int, ...], message: str) -> 
 
 
 @settings(max_examples=80, derandomize=True)
-@given(ranks=SIZES, micro=SIZES, micro_batches=SIZES, global_batches=SIZES, generations=SIZES, length=st.integers(1, 99))
+@given(
+    ranks=SIZES,
+    micro=SIZES,
+    micro_batches=SIZES,
+    global_batches=SIZES,
+    generations=SIZES,
+    length=st.integers(1, 99),
+)
 def test_batches_of_a_step_by_counting(
     ranks: int, micro: int, micro_batches: int, global_batches: int, generations: int, length: int
 ) -> None:
@@ -69,6 +80,8 @@ def test_batches_of_a_step_by_counting(
     assert plan.samples_per_rank * ranks == size
 
 
-@pytest.mark.parametrize(("size", "tensor", "padded"), [(100, 1, 100), (101, 2, 102), (101, 3, 102), (99, 3, 99), (1, 7, 7)])
+@pytest.mark.parametrize(
+    ("size", "tensor", "padded"), [(100, 1, 100), (101, 2, 102), (101, 3, 102), (99, 3, 99), (1, 7, 7)]
+)
 def test_padded_vocabulary(size: int, tensor: int, padded: int) -> None:
     assert padded_vocabulary(size, tensor) == padded

@@ -41,8 +41,14 @@ def test_later_parents_win_and_the_file_wins_over_all(tmp_path: Path) -> None:
         (["data.train.0.path=mine.jsonl"], [{"path": "mine.jsonl"}, {"path": "b.jsonl"}]),
     ],
 )
-def test_a_place_on_the_command_line_takes_that_of_an_inherited_list(tmp_path: Path, overrides: list[str], train: Any) -> None:
-    main = write(tmp_path, "main.yaml", "data: {train: [{name: gsm8k, prompt_key: p}, {path: b.jsonl}], validation: null}\n")
+def test_a_place_on_the_command_line_takes_that_of_an_inherited_list(
+    tmp_path: Path, overrides: list[str], train: Any
+) -> None:
+    main = write(
+        tmp_path,
+        "main.yaml",
+        "data: {train: [{name: gsm8k, prompt_key: p}, {path: b.jsonl}], validation: null}\n",
+    )
     assert load_config(main, overrides)["data"] == {"train": train, "validation": None}
 
 
@@ -53,7 +59,10 @@ def test_sections_merge_key_by_key_and_null_replaces_a_section(tmp_path: Path) -
 
 
 FIELDS = "prompt_key: problem, answer_key: solution"
-RECIPE = f"data: {{train: {{name: gsm8k, split: test, {FIELDS}, extra_keys: [level], weight: 2}}, validation: null, shuffle: true}}\n"
+RECIPE = (
+    f"data: {{train: {{name: gsm8k, split: test, {FIELDS}, extra_keys: [level], weight: 2}}, "
+    "validation: null, shuffle: true}\n"
+)
 MINE = {"path": "mine.jsonl", "weight": 2}
 
 
@@ -61,15 +70,25 @@ MINE = {"path": "mine.jsonl", "weight": 2}
     ("overrides", "train"),
     TABLES["a source on the command line replaces the inherited form"],
 )
-def test_a_source_on_the_command_line_replaces_the_inherited_form(tmp_path: Path, overrides: list[str], train: Any) -> None:
+def test_a_source_on_the_command_line_replaces_the_inherited_form(
+    tmp_path: Path, overrides: list[str], train: Any
+) -> None:
     found = load_config(write(tmp_path, "recipe.yaml", RECIPE), overrides)["data"]
-    if isinstance(found["train"], dict) and "path" not in found["train"] and found["train"]["name"] == "gsm8k":
+    if (
+        isinstance(found["train"], dict)
+        and "path" not in found["train"]
+        and found["train"]["name"] == "gsm8k"
+    ):
         assert found["train"].pop("extra_keys") == ["level"]
     assert found["train"] == train and found["shuffle"]
 
 
 def test_a_source_in_a_list_is_replaced_by_its_place(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "recipe.yaml", f"data: {{train: [{{path: a, {FIELDS}}}, {{path: b, {FIELDS}, repeat: 2}}]}}\n")
+    recipe = write(
+        tmp_path,
+        "recipe.yaml",
+        f"data: {{train: [{{path: a, {FIELDS}}}, {{path: b, {FIELDS}, repeat: 2}}]}}\n",
+    )
     found = load_config(recipe, ["data.train.1.path=c", "data.train.0.messages_key=m"])["data"]["train"]
     assert found == [{"path": "a", "messages_key": "m"}, {"path": "c", "repeat": 2}]
 
@@ -77,11 +96,17 @@ def test_a_source_in_a_list_is_replaced_by_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layered", [False, True])
 def test_a_source_in_a_file_replaces_the_inherited_form(tmp_path: Path, layered: bool) -> None:
     write(tmp_path, "recipe.yaml", RECIPE)
-    mine = write(tmp_path, "mine.yaml", ("" if layered else "defaults: recipe.yaml\n") + "data: {train: {path: mine.jsonl}}\n")
+    mine = write(
+        tmp_path,
+        "mine.yaml",
+        ("" if layered else "defaults: recipe.yaml\n") + "data: {train: {path: mine.jsonl}}\n",
+    )
     found = load_config(tmp_path / "recipe.yaml", layers=[mine]) if layered else load_config(mine)
     assert found["data"]["train"] == MINE
     moved = write(tmp_path, "more.yaml", "data: {train: {prompt_key: p}}\n")
-    assert load_config(mine if not layered else tmp_path / "recipe.yaml", layers=[mine, moved])["data"]["train"] == {
+    assert load_config(mine if not layered else tmp_path / "recipe.yaml", layers=[mine, moved])["data"][
+        "train"
+    ] == {
         **MINE,
         "prompt_key": "p",
     }
@@ -117,7 +142,11 @@ def test_a_circle_is_shown_in_order(tmp_path: Path) -> None:
 
 
 def test_interpolation_crosses_files_and_sees_overrides(tmp_path: Path) -> None:
-    write(tmp_path, "base.yaml", "model: {name: m, copies: '${size}'}\ntokens: ${mul:${size},${length}}\nlength: 7\n")
+    write(
+        tmp_path,
+        "base.yaml",
+        "model: {name: m, copies: '${size}'}\ntokens: ${mul:${size},${length}}\nlength: 7\n",
+    )
     main = write(tmp_path, "main.yaml", "defaults: base.yaml\nsize: 2\nname: ${model.name}\n")
     expected = {"model": {"name": "m", "copies": 3}, "tokens": 21, "length": 7, "size": 3, "name": "m"}
     assert load_config(main, ["size=3"]) == expected
@@ -168,7 +197,12 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         load_config(tmp_path / "main.yaml")
 
 
-START: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}, "list": [{"x": 1}, {"x": 2}], "t": "text", "link": "${a.b}"}
+START: dict[str, Any] = {
+    "a": {"b": 1, "c": {"d": 2}},
+    "list": [{"x": 1}, {"x": 2}],
+    "t": "text",
+    "link": "${a.b}",
+}
 
 
 def overridden(*overrides: str) -> Any:
@@ -227,7 +261,11 @@ def test_bad_overrides_are_named(override: str, message: str) -> None:
 
 KEYS = st.text("abcd_", min_size=1, max_size=3)
 TREES = st.recursive(
-    st.none() | st.booleans() | st.integers(-99, 99) | st.text("xyz ", max_size=4) | st.lists(st.integers(0, 9), max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 99)
+    | st.text("xyz ", max_size=4)
+    | st.lists(st.integers(0, 9), max_size=3),
     lambda inner: st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
@@ -245,14 +283,18 @@ def merged_by_hand(lower: Any, upper: Any) -> Any:
 
 @settings(max_examples=60, derandomize=True)
 @given(trees=st.lists(st.dictionaries(KEYS, TREES, min_size=1, max_size=4), min_size=1, max_size=4))
-def test_inheritance_is_a_merge_in_order(trees: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inheritance_is_a_merge_in_order(
+    trees: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("configs")
     for number, tree in enumerate(trees):
         OmegaConf.save(OmegaConf.create(tree), folder / f"{number}.yaml")
     expected: Any = {}
     for tree in trees:
         expected = merged_by_hand(expected, tree)
-    main = write(folder, "main.yaml", f"defaults: {[f'{number}.yaml' for number in range(len(trees))]}\nown: 1\n")
+    main = write(
+        folder, "main.yaml", f"defaults: {[f'{number}.yaml' for number in range(len(trees))]}\nown: 1\n"
+    )
     assert load_config(main) == {**expected, "own": 1}
 
 

@@ -1,4 +1,5 @@
-"""Parameters counted by stage and rank against real transformers models, and the estimates against slow tallies."""
+"""Parameters counted by stage and rank against real transformers models, and the estimates against slow
+tallies."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from megarl.config.rules.view import View
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
-from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit, memory_of_engine, sized
+from megarl.models.generation.vllm.configuration import (
+    engine_memory,
+    engine_weights_fit,
+    memory_of_engine,
+    sized,
+)
 from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_grpo
 
@@ -64,14 +70,18 @@ def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_one_rank_holds_as_many_parameters_as_transformers(name: str, tmp_path: Path) -> None:
     facts, model = real_model(name, tmp_path)
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) == sum(parameter.numel() for parameter in model.parameters())
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 @sampled(15)
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("stages", [[6], [2, 4], [1, 2, 3]])
 @pytest.mark.parametrize("tensor", [1, 2, 3, 6])
-def test_ranks_and_stages_hold_each_parameter_once(name: str, stages: list[int], tensor: int, tmp_path: Path) -> None:
+def test_ranks_and_stages_hold_each_parameter_once(
+    name: str, stages: list[int], tensor: int, tmp_path: Path
+) -> None:
     facts, model = real_model(name, tmp_path)
     padded = -(-facts.vocab_size // tensor) * tensor
     replicated = ("norm", "o_proj.bias", "down_proj.bias")
@@ -83,7 +93,10 @@ def test_ranks_and_stages_hold_each_parameter_once(name: str, stages: list[int],
         expected += count * (tensor if any(part in key for part in replicated) else 1)
     if facts.tied_embeddings and len(stages) > 1:
         expected += padded * facts.hidden_size
-    assert sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))) == expected
+    assert (
+        sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
+        == expected
+    )
 
 
 @settings(max_examples=60, derandomize=True)
@@ -95,7 +108,11 @@ def test_micro_batches_in_flight_by_playing_the_schedule(stages: int, micro_batc
     """Plays 1F1B: a stage runs its warm-up forwards, then alternates one forward and one backward."""
     for stage in range(stages):
         warm_up = min(stages - stage - 1, micro_batches)
-        moves = ["forward"] * warm_up + ["forward", "backward"] * (micro_batches - warm_up) + ["backward"] * warm_up
+        moves = (
+            ["forward"] * warm_up
+            + ["forward", "backward"] * (micro_batches - warm_up)
+            + ["backward"] * warm_up
+        )
         held = peak = 0
         for move in moves:
             held += 1 if move == "forward" else -1
@@ -105,10 +122,15 @@ def test_micro_batches_in_flight_by_playing_the_schedule(stages: int, micro_batc
 
 
 def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
-    """What hooks cannot count on a CPU: norms, gate and product in one operation, whose inputs alone are kept."""
+    """What hooks cannot count on a CPU: norms, gate and product in one operation, whose inputs alone are
+    kept."""
     tokens, tensor, element = 14, 2, 2
     kept = operations("megatron", "cuda", element)
-    heads, groups, width = FACTS.num_attention_heads // tensor, FACTS.num_key_value_heads // tensor, FACTS.head_dim
+    heads, groups, width = (
+        FACTS.num_attention_heads // tensor,
+        FACTS.num_key_value_heads // tensor,
+        FACTS.head_dim,
+    )
     ffn = FACTS.ffn_hidden_size // tensor
     joined = (heads + 2 * groups) * width
     divided = [joined, heads * width, groups * width, heads * width, 2 * ffn, ffn]
@@ -119,7 +141,11 @@ def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
     assert layer_activation_bytes(*sizes, False, kept) == tokens * (inside + outside)
     assert layer_activation_bytes(*sizes, True, kept) == tokens * (inside + outside // tensor)
     without_mlp = sum(divided[:4]) * element + normaliser
-    for recomputed, inner in ((["mlp"], without_mlp), (["core_attn"], inside - normaliser), (["moe"], inside)):
+    for recomputed, inner in (
+        (["mlp"], without_mlp),
+        (["core_attn"], inside - normaliser),
+        (["moe"], inside),
+    ):
         assert layer_activation_bytes(*sizes, False, kept, recomputed) == tokens * (inner + outside)
 
 
@@ -147,7 +173,9 @@ def test_optimizer_state(optimizer: str, weight: int, gradient: int, expected: i
         (("float32", "8bit", "bfloat16"), 4, 4, 1 + 4 / 256 + 2),
     ],
 )
-def test_state_below_float32(states: tuple[str, str, str], weight: int, gradient: int, expected: float) -> None:
+def test_state_below_float32(
+    states: tuple[str, str, str], weight: int, gradient: int, expected: float
+) -> None:
     """Gradients are not copied: they are read where they were reduced."""
     optimizer = dict(zip(STATE_KEYS, states, strict=True))
     assert optimizer_bytes({"optimizer": "adam", **optimizer}, weight, gradient) == expected
@@ -183,10 +211,17 @@ def test_estimate_follows_the_switches() -> None:
     megatron = "policy.megatron_cfg"
     checkpointed = estimate_of({f"{megatron}.activation_checkpointing": True})
     assert checkpointed[0].activations < plain[0].activations
-    selective = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    selective = {
+        "activation_checkpointing": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp"],
+    }
     without_mlps = estimate_of({f"{megatron}.{key}": value for key, value in selective.items()})
     assert checkpointed[0].activations < without_mlps[0].activations < plain[0].activations
-    assert estimate_of({f"{megatron}.optimizer.use_distributed_optimizer": False})[0].optimizer == 16 * plain[0].parameters
+    assert (
+        estimate_of({f"{megatron}.optimizer.use_distributed_optimizer": False})[0].optimizer
+        == 16 * plain[0].parameters
+    )
     wide = estimate_of({f"{megatron}.distributed_data_parallel_config.grad_reduce_in_fp32": True})[0]
     assert (wide.gradients, wide.optimizer) == (4 * wide.parameters, 12 * wide.parameters // 3)
     assert estimate_of({"policy.precision": "float32"})[0].weights == 4 * plain[0].parameters
@@ -199,15 +234,30 @@ def test_estimate_follows_the_switches() -> None:
     chunked = estimate_of({"policy.logprob_chunk_size": 100})[1]
     assert plain[1].logits - chunked.logits == (5 * 610 - 100) * 502 * 2 - 502 * 96 * 4
     generating = estimate_of({"policy.generation_batch_size": 5000})[0]
-    assert generating.peak == generating.weights + generating.gradients + generating.optimizer + generating.generation_cache
+    assert (
+        generating.peak
+        == generating.weights + generating.gradients + generating.optimizer + generating.generation_cache
+    )
 
 
 def test_facts_of_old_and_new_ways_to_write_rope(tmp_path: Path) -> None:
     base = {**SHAPE, "model_type": "llama", "max_position_embeddings": 640}
     for extra, expected in [
         ({}, 640),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 640}}, 2560),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}, 640),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 640}},
+            2560,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            640,
+        ),
         ({"rope_parameters": None, "max_position_embeddings": None}, None),
     ]:
         (tmp_path / "config.json").write_text(json.dumps({**base, **extra}))
@@ -217,7 +267,9 @@ def test_facts_of_old_and_new_ways_to_write_rope(tmp_path: Path) -> None:
 
 def test_facts_of_experts_and_of_a_text_config_inside(tmp_path: Path) -> None:
     inner = {**SHAPE, "model_type": "gemma3_text", "num_local_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": True})
+    )
     facts = read_model_facts(str(tmp_path))
     assert facts is not None
     assert dataclasses.astuple(facts)[:2] == ("gemma3_text", 6)
@@ -235,7 +287,9 @@ ENGINE = {"precision": "bfloat16", "gpu_memory_utilization": 0.6}
 def with_engine(*overrides: str) -> dict[str, Any]:
     """A large recipe with an engine of one rank, unless its overrides say otherwise."""
     return load_config(
-        ROOT / LARGE, ("policy.generation.vllm_cfg.tensor_parallel_size=1", *overrides), [str(ROOT / "configs/base/vllm.yaml")]
+        ROOT / LARGE,
+        ("policy.generation.vllm_cfg.tensor_parallel_size=1", *overrides),
+        [str(ROOT / "configs/base/vllm.yaml")],
     )
 
 
@@ -258,7 +312,13 @@ def test_an_engine_whose_weights_have_no_room_is_refused_with_sizes_and_fix() ->
         (("policy.generation.vllm_cfg.tensor_parallel_size=2",), False),
         (("policy.generation.vllm_cfg.tensor_parallel_size=4",), True),
         (("policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.device_memory_gib=141"), True),
-        (("policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.gpu_memory_utilization=0.9"), True),
+        (
+            (
+                "policy.generation.vllm_cfg.tensor_parallel_size=2",
+                "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
+            ),
+            True,
+        ),
     ],
 )
 def test_what_makes_an_engine_fit(changes: tuple[str, ...], fits: bool) -> None:
@@ -286,7 +346,13 @@ def test_room_for_keys_and_values_is_counted_by_hand() -> None:
     [
         # 60 rows, 12 ranks
         ({}, 5),
-        ({"policy.generation.vllm_cfg.tensor_parallel_size": 3, "policy.generation.vllm_cfg.pipeline_parallel_size": 2}, 30),
+        (
+            {
+                "policy.generation.vllm_cfg.tensor_parallel_size": 3,
+                "policy.generation.vllm_cfg.pipeline_parallel_size": 2,
+            },
+            30,
+        ),
         ({"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": 1}}}, 10),
         ({"grpo.use_dynamic_sampling": True, "grpo.batch_multiplier": 1.5}, 8),
         ({"grpo.num_prompts_per_step": 6000}, 1024),
@@ -309,7 +375,8 @@ def test_an_engine_whose_rows_are_not_known_takes_vllm_s_own_number() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_fullest_stage_of_an_engine_is_counted_by_hand(tied: bool) -> None:
-    """Ten layers over four stages: the most are three, and an end has a matrix of the vocabulary beside them."""
+    """Ten layers over four stages: the most are three, and an end has a matrix of the vocabulary beside
+    them."""
     facts = dataclasses.replace(FACTS, tied_embeddings=tied)
     generation = {"vllm_cfg": {**ENGINE, "tensor_parallel_size": 2, "pipeline_parallel_size": 4}}
     engine = engine_memory(generation, {"device_memory_gib": 80.0}, facts)
@@ -326,15 +393,25 @@ def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
     for tokens, refused in ((609, True), (611, False)):
         # 60 rows over 12 engines
         gib = (weights + 5 * facts.vocab_size * 4 + GRAPHS + (tokens + 0.5) * token) / 0.5 / 2**30
-        changes = {"policy.generation.backend": "vllm", "policy.generation.vllm_cfg.gpu_memory_utilization": 0.5}
+        changes = {
+            "policy.generation.backend": "vllm",
+            "policy.generation.vllm_cfg.gpu_memory_utilization": 0.5,
+        }
         config = complete(raw_grpo(), {**changes, "cluster.device": "cuda", "cluster.device_memory_gib": gib})
         found = list(engine_weights_fit(View(config, facts=facts)))
-        assert [violation.key for violation in found] == ["policy.generation.vllm_cfg.gpu_memory_utilization"] * refused
-        assert all("609 tokens, and policy.generation.vllm_cfg.max_model_len = 610" in violation.bound for violation in found)
+        assert [violation.key for violation in found] == [
+            "policy.generation.vllm_cfg.gpu_memory_utilization"
+        ] * refused
+        assert all(
+            "609 tokens, and policy.generation.vllm_cfg.max_model_len = 610" in violation.bound
+            for violation in found
+        )
 
 
 def test_host_memory_and_disk_of_a_run() -> None:
-    config = validate_config(with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4", "checkpointing.keep_top_k=3"))
+    config = validate_config(
+        with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4", "checkpointing.keep_top_k=3")
+    )
     _, ranks = memory_of_run(config)
     fullest = max(2 * rank.reference_weights + rank.optimizer + rank.weights for rank in ranks)
     assert host_memory(config, ranks) == 8 * fullest
@@ -349,7 +426,8 @@ def test_host_memory_and_disk_of_a_run() -> None:
 
 
 def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
-    """Beside them everything of the policy stays, the reference policy takes no memory, and a checkpoint is the adapters'."""
+    """Beside them everything of the policy stays, the reference policy takes no memory, and a checkpoint is
+    the adapters'."""
     raw = with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4")
     whole = validate_config(raw)
     raw["policy"]["peft"] = {"enabled": True, "dim": 16}
@@ -358,12 +436,18 @@ def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
     after = memory_of_run(beside)[1]
     first = 0
     for rank, other in zip(before, after, strict=True):
-        adapters = adapter_parameters(beside["policy"]["peft"], LARGE_FACTS, range(first, first + rank.layers), layout.tensor)
+        adapters = adapter_parameters(
+            beside["policy"]["peft"], LARGE_FACTS, range(first, first + rank.layers), layout.tensor
+        )
         first += rank.layers
         assert 0 < adapters < rank.parameters / 50
         assert other.parameters == rank.parameters + adapters and other.weights == rank.weights + 2 * adapters
         assert other.gradients * rank.parameters == rank.gradients * adapters
         assert other.optimizer == pytest.approx(rank.optimizer * adapters / rank.parameters, abs=1)
-        assert other.reference_weights == 0 and other.activations == rank.activations and other.logits <= rank.logits
+        assert (
+            other.reference_weights == 0
+            and other.activations == rank.activations
+            and other.logits <= rank.logits
+        )
     stored = adapter_parameters(beside["policy"]["peft"], LARGE_FACTS, range(LARGE_FACTS.num_layers))
     assert checkpoint_bytes(beside["policy"], LARGE_FACTS) == stored * 14

@@ -1,4 +1,5 @@
-"""Mixtures of experts: facts and parameters counted against real transformers models, divided over ranks in every way."""
+"""Mixtures of experts: facts and parameters counted against real transformers models, divided over ranks in
+every way."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.memory import estimate
 from megarl.config.model_facts import facts_of, read_model_facts
-from megarl.config.parameters import expert_layer_parameters, layer_parameters, sparse_layers, stage_layers, stage_parameters
+from megarl.config.parameters import (
+    expert_layer_parameters,
+    layer_parameters,
+    sparse_layers,
+    stage_layers,
+    stage_parameters,
+)
 from megarl.errors import ConfigError
 from tests.tiers import sampled
 from tests.unit.config_samples import complete, raw_grpo
@@ -55,7 +62,10 @@ GLM4_MOE: dict[str, Any] = {
     "attention_bias": True,
 }
 DEEPSEEK: dict[str, Any] = {
-    **{key: GLM4_MOE[key] for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")},
+    **{
+        key: GLM4_MOE[key]
+        for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    },
     "first_k_dense_replace": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -69,18 +79,33 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
     "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
-    "glm4_moe-norms": (Glm4MoeConfig, {**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "first_k_dense_replace": 0}),
-    "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 6}),
+    "glm4_moe-norms": (
+        Glm4MoeConfig,
+        {**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "first_k_dense_replace": 0},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 6},
+    ),
     "mistral": (MistralConfig, {}),
     "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 3}),
     "qwen2_moe": (Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 36}),
     "qwen2_moe-mixed": (
         Qwen2MoeConfig,
-        {**EXPERTS, "shared_expert_intermediate_size": 36, "mlp_only_layers": [3], "qkv_bias": False, "tie_word_embeddings": True},
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 36,
+            "mlp_only_layers": [3],
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen2_moe-without": (Qwen2MoeConfig, {**EXPERTS, "num_experts": 0}),
     "qwen3_moe": (Qwen3MoeConfig, EXPERTS),
-    "qwen3_moe-mixed": (Qwen3MoeConfig, {**EXPERTS, "mlp_only_layers": [0, 5], "decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen3_moe-mixed": (
+        Qwen3MoeConfig,
+        {**EXPERTS, "mlp_only_layers": [0, 5], "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
     "qwen3_moe-dense": (Qwen3MoeConfig, {**EXPERTS, "decoder_sparse_step": 7}),
     "qwen3_moe-without": (Qwen3MoeConfig, {**EXPERTS, "num_experts": 0}),
 }
@@ -98,7 +123,8 @@ _VALID = {
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None:
-    """``Family.defaults`` are those of the config's class, and facts of a file that leaves them out are those of a converted model."""
+    """``Family.defaults`` are those of the config's class, and facts of a file that leaves them out are those
+    of a converted model."""
     family = FAMILIES[name]
     config = CONFIG_MAPPING[family.config_like or name]()
     filled_in = {key: getattr(config, key) for key in family.defaults}
@@ -110,10 +136,13 @@ def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None
     said |= {"model_type": name, **_VALID.get(name, {})}
     architecture, facts = read_architecture(said), facts_of(said)
     assert facts.windows == architecture.windows
-    # megarl trains neither prediction layers nor what sees, and counts the longest sequence with the rotary scaling
+    # megarl trains neither prediction layers nor what sees, and counts the longest sequence with the rotary
+    # scaling
     other = {"sliding_window", "window_layers", "prediction_layers", "vision", "max_position"}
     names = {field.name for field in dataclasses.fields(facts)} - other
-    assert {name: getattr(facts, name) for name in names} == {name: getattr(architecture, name) for name in names}
+    assert {name: getattr(facts, name) for name in names} == {
+        name: getattr(architecture, name) for name in names
+    }
 
 
 def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
@@ -145,18 +174,26 @@ def test_ranks_and_stages_hold_each_parameter_once(
         outside += count * (tensor if everywhere else 1)
     if facts.tied_embeddings and len(stages) > 1:
         outside += padded * facts.hidden_size
-    assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
+    assert outside == sum(
+        stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))
+    )
     sparse = sum(sparse_layers(stage_layers(facts, stage, stages)) for stage in range(len(stages)))
     if facts.mlp_bias:  # such experts are not cut
         expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
-    assert [facts.is_sparse(layer) for layer in range(6)] == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    assert [facts.is_sparse(layer) for layer in range(6)] == [
+        hasattr(layer.mlp, "experts") for layer in model.model.layers
+    ]
 
 
 def test_facts_of_experts() -> None:
     mixtral = facts_of({**SHAPE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
     assert mixtral.mixture is not None and not mixtral.has_dense_layers
-    assert (mixtral.num_experts, mixtral.mixture.experts_per_token, mixtral.mixture.ffn_hidden_size) == (8, 2, 132)
+    assert (mixtral.num_experts, mixtral.mixture.experts_per_token, mixtral.mixture.ffn_hidden_size) == (
+        8,
+        2,
+        132,
+    )
     qwen = {**SHAPE, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]}
     facts = facts_of(qwen)
     assert facts.mixture is not None
@@ -182,39 +219,57 @@ GPU = operations("megatron", "cuda", 2)
 
 def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
     tokens, tensor, element, expert_tensor = 24, 2, 2, 4
-    attention = layer_activation_bytes(dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, GPU)
+    attention = layer_activation_bytes(
+        dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, GPU
+    )
     own = tokens // tensor
     routed = own * 3
     width = 28 // expert_tensor
-    # its input is whole on each of an expert's ranks; gate and up, and their product, are those of all of its ranks
+    # its input is whole on each of an expert's ranks; gate and up, and their product, are those of all of its
+    # ranks
     listed = [routed * FACTS.hidden_size * expert_tensor, *[routed * width * expert_tensor] * 3, routed]
-    # scores, whether a token goes to an expert, its weight; places of the chosen ones, before and after they are sorted, and their scores
+    # scores, whether a token goes to an expert, its weight; places of the chosen ones, before and after they
+    # are sorted, and their scores
     router = [own * 8 * 4, own * 8, own * 8 * element, 2 * routed * 8, routed * 4]
     expected = attention + sum(listed) * element + sum(router)
     sizes = (FACTS, tokens, tensor, True, expert_tensor, GPU)
     assert sparse_layer_activation_bytes(*sizes) == expected
     normaliser = tokens * 4 * FACTS.num_attention_heads // tensor
-    for recomputed, kept in ((["moe"], attention), (["core_attn"], expected - normaliser), (["mlp"], expected)):
+    for recomputed, kept in (
+        (["moe"], attention),
+        (["core_attn"], expected - normaliser),
+        (["mlp"], expected),
+    ):
         assert sparse_layer_activation_bytes(*sizes, recomputed) == kept
     assert sparse_layer_activation_bytes(*sizes, ["moe", "core_attn"]) == attention - normaliser
 
 
-SHARED = facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": 36})
+SHARED = facts_of(
+    {
+        **SHAPE,
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 36,
+    }
+)
 
 
 def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
     """Its gate and the scores that it weighs are each rank's own."""
     assert SHARED.mixture is not None
-    without = dataclasses.replace(SHARED, mixture=dataclasses.replace(SHARED.mixture, shared_ffn_hidden_size=0))
+    without = dataclasses.replace(
+        SHARED, mixture=dataclasses.replace(SHARED.mixture, shared_ffn_hidden_size=0)
+    )
     assert (SHARED.qkv_bias, SHARED.attention_output_bias, SHARED.qk_norm) == (True, False, False)
     assert (SHARED.mixture.shared_ffn_hidden_size, SHARED.mixture.has_shared_gate) == (36, True)
     assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).mixture is None
     assert layer_parameters(SHARED, 0, 3) - layer_parameters(without, 0, 3) == 3 * 36 // 3 * 48 + 48
     tokens, tensor, element = 24, 2, 2
     listed = [tokens * 36 // tensor] * 3 + [tokens // tensor * 48, tokens // tensor]
-    difference = sparse_layer_activation_bytes(SHARED, tokens, tensor, True, 1, GPU) - sparse_layer_activation_bytes(
-        without, tokens, tensor, True, 1, GPU
-    )
+    difference = sparse_layer_activation_bytes(
+        SHARED, tokens, tensor, True, 1, GPU
+    ) - sparse_layer_activation_bytes(without, tokens, tensor, True, 1, GPU)
     assert difference == sum(listed) * element
 
 
@@ -226,10 +281,15 @@ def test_a_shared_expert_without_a_width_is_refused(tmp_path: Path) -> None:
 
 def memory(expert: int, expert_tensor: int, facts: ModelFacts = FACTS, **changes: Any) -> Any:
     megatron = "policy.megatron_cfg"
-    sizes = {f"{megatron}.expert_model_parallel_size": expert, f"{megatron}.expert_tensor_parallel_size": expert_tensor}
+    sizes = {
+        f"{megatron}.expert_model_parallel_size": expert,
+        f"{megatron}.expert_tensor_parallel_size": expert_tensor,
+    }
     sizes[f"{megatron}.sequence_parallel"] = True
     config = complete(raw_grpo(), sizes | {f"{megatron}.{key}": value for key, value in changes.items()})
-    return estimate(config["policy"], facts, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), reference=True)
+    return estimate(
+        config["policy"], facts, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), reference=True
+    )
 
 
 def test_experts_divide_over_their_own_ranks() -> None:
@@ -240,8 +300,11 @@ def test_experts_divide_over_their_own_ranks() -> None:
         assert experts * expert * expert_tensor == 8 * 3 * 48 * 28
         assert (first.parameters, last.parameters) == (outside[0] + 2 * experts, outside[1] + 3 * experts)
         assert last.weights == 2 * last.parameters
-        # 8 ranks of a stage hold 4 copies of everything else, and as many copies of an expert as its own groups leave.
-        assert last.optimizer == -(-16 * outside[1] // 4) - (-16 * 3 * experts // (8 // (expert * expert_tensor)))
+        # 8 ranks of a stage hold 4 copies of everything else, and as many copies of an expert as its own
+        # groups leave.
+        assert last.optimizer == -(-16 * outside[1] // 4) - (
+            -16 * 3 * experts // (8 // (expert * expert_tensor))
+        )
 
 
 def test_recomputation_keeps_the_largest_layer() -> None:

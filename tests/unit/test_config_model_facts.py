@@ -21,7 +21,9 @@ def test_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name-that-nobody-has"])
-def test_ids_are_not_looked_for_on_the_network(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_not_looked_for_on_the_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -44,7 +46,13 @@ def test_an_id_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     facts = read_model_facts("owner/tiny")
     assert facts is not None
-    assert (facts.num_layers, facts.num_key_value_heads, facts.head_dim, facts.tied_embeddings, facts.max_position) == (
+    assert (
+        facts.num_layers,
+        facts.num_key_value_heads,
+        facts.head_dim,
+        facts.tied_embeddings,
+        facts.max_position,
+    ) == (
         3,
         5,
         4,

@@ -1,4 +1,5 @@
-"""NeMo-RL's own configurations: whatever is refused of them says what to write, and runs through once that is done."""
+"""NeMo-RL's own configurations: whatever is refused of them says what to write, and runs through once that is
+done."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.unit.config_samples import raw_grpo
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KEYS = (CONFIGS / "KEYS.md").read_text(encoding="utf-8")
-TABLE = (CONFIGS / "README.md").read_text(encoding="utf-8").partition("## From NeMo-RL")[2].partition("\n## ")[0]
+TABLE = (
+    (CONFIGS / "README.md").read_text(encoding="utf-8").partition("## From NeMo-RL")[2].partition("\n## ")[0]
+)
 # what the table says of the keys that have no counterpart of their own
 NEW = {"algorithm": "algorithm: grpo", "data.train": "data.train", "env.reward": "env.reward: math_verify"}
 
@@ -56,9 +59,18 @@ def as_the_table_says(config: dict[str, Any]) -> dict[str, Any]:
         for parent in parents:
             section = section.get(parent, {})
         section.pop(name, None)
-    source = {"name": "nvidia/OpenMathInstruct-2", "split": "train_1M", "prompt_key": "problem", "answer_key": "expected_answer"}
+    source = {
+        "name": "nvidia/OpenMathInstruct-2",
+        "split": "train_1M",
+        "prompt_key": "problem",
+        "answer_key": "expected_answer",
+    }
     config |= {"algorithm": "grpo", "seed": 42, "env": {"reward": "math_verify"}}
-    config["data"] |= {"train": source, "validation": {**source, "split": "train_1M[999000:]"}, "max_input_seq_length": 256}
+    config["data"] |= {
+        "train": source,
+        "validation": {**source, "split": "train_1M[999000:]"},
+        "max_input_seq_length": 256,
+    }
     config["policy"]["generation"]["max_new_tokens"] = 256
     config["checkpointing"]["metric_name"] = "val_accuracy"
     policy = config["policy"]
@@ -73,14 +85,19 @@ def as_the_table_says(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_what_the_table_says_makes_them_pass_the_dry_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_table_says_makes_them_pass_the_dry_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text(yaml.safe_dump(as_the_table_says(THEIRS[name])))
     assert main(["train", str(path), "--dry-run"]) == 0, capsys.readouterr().err
     assert "Qwen/Qwen2.5-1.5B" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NEVER_LEGAL.items() for value in sorted(values, key=str)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, values in NEVER_LEGAL.items() for value in sorted(values, key=str)],
+)
 def test_what_the_page_does_not_list_is_refused_everywhere(key: str, value: Any) -> None:
     for precision in ("float32", "bfloat16", "float16"):
         config = raw_grpo()
@@ -92,4 +109,9 @@ def test_what_the_page_does_not_list_is_refused_everywhere(key: str, value: Any)
         with pytest.raises(ConfigError) as caught:
             validate_config(config)
         assert key in {violation.key for violation in caught.value.violations}
-    assert f"`{value}`" not in next(line for line in KEYS.splitlines() if line.startswith(f"| `{key.rpartition('.')[2]}`")).split("|")[2]
+    assert (
+        f"`{value}`"
+        not in next(
+            line for line in KEYS.splitlines() if line.startswith(f"| `{key.rpartition('.')[2]}`")
+        ).split("|")[2]
+    )

@@ -1,4 +1,5 @@
-"""What a refused configuration is told to write: all of it applied at once breaks no rule about these keys, and no other."""
+"""What a refused configuration is told to write: all of it applied at once breaks no rule about these keys,
+and no other."""
 
 from __future__ import annotations
 
@@ -22,8 +23,16 @@ from tests.tiers import slow
 from tests.unit.config_samples import raw_dpo, raw_grpo, raw_ppo, raw_sft
 
 LARGE = "grpo-gsm8k-qwen2.5-7b-8gpu-megatron"
-GLOBAL, MICRO, PROMPTS = "policy.train_global_batch_size", "policy.train_micro_batch_size", "grpo.num_prompts_per_step"
-LONGEST, PROMPT, NEW = "policy.max_total_sequence_length", "data.max_input_seq_length", "policy.generation.max_new_tokens"
+GLOBAL, MICRO, PROMPTS = (
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "grpo.num_prompts_per_step",
+)
+LONGEST, PROMPT, NEW = (
+    "policy.max_total_sequence_length",
+    "data.max_input_seq_length",
+    "policy.generation.max_new_tokens",
+)
 MEGATRON, VLLM, APART = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation.colocated"
 SIZES: Mapping[str, Sequence[Any]] = {
     "cluster.gpus_per_node": range(1, 13),
@@ -62,7 +71,10 @@ OF_OTHERS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "dpo": {"dpo.val_global_batch_size": range(1, 60), "dpo.val_at_end": [True]},
 }
 BATCHING: Mapping[str, Sequence[Any]] = {
-    "policy.dynamic_batching": [{"enabled": True}, {"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 700}],
+    "policy.dynamic_batching": [
+        {"enabled": True},
+        {"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 700},
+    ],
     "policy.sequence_packing": [{"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 700}],
 }
 BASES = {"grpo": raw_grpo, "ppo": raw_ppo, "sft": raw_sft, "dpo": raw_dpo}
@@ -72,8 +84,20 @@ BASES = {"grpo": raw_grpo, "ppo": raw_ppo, "sft": raw_sft, "dpo": raw_dpo}
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with the sizes of a model: 10 layers, 12 heads, 4 key-value heads, 640 positions."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 96, "intermediate_size": 180, "num_hidden_layers": 10, "num_attention_heads": 12, "num_key_value_heads": 4}
-    config = {"model_type": "qwen2", **sizes, "vocab_size": 1003, "max_position_embeddings": 640, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 180,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    }
+    config = {
+        "model_type": "qwen2",
+        **sizes,
+        "vocab_size": 1003,
+        "max_position_embeddings": 640,
+        "tie_word_embeddings": False,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -91,7 +115,11 @@ def drawn(seed: int, model: str) -> dict[str, Any]:
             sizes |= OF_GENERATION
         if draw.random() < 0.5 and algorithm == "grpo":
             config = put(config, "policy.generation.backend", "vllm")
-            config = put(config, APART, {"enabled": False, "resources": {"gpus_per_node": draw.randint(1, 5), "num_nodes": None}})
+            config = put(
+                config,
+                APART,
+                {"enabled": False, "resources": {"gpus_per_node": draw.randint(1, 5), "num_nodes": None}},
+            )
     for key in draw.sample(list(sizes), draw.randint(2, 7)):
         config = put(config, key, draw.choice(sizes[key]))
     return config
@@ -115,7 +143,8 @@ def printed(violation: Violation) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Apply what is printed of all violations at once. Returns how many say what to write, of those that could."""
+    """Apply what is printed of all violations at once. Returns how many say what to write, of those that
+    could."""
     found = violations_of(config)
     mended: Mapping[str, Any] = config
     changes: dict[str, Any] = {}
@@ -156,9 +185,17 @@ def fixes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--with", "base/vllm-apart"], {"cluster.gpus_per_node": "write policy.generation.colocated.resources.gpus_per_node=4"}),
         (
-            ["--with", "base/vllm-apart", f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false"],
+            ["--with", "base/vllm-apart"],
+            {"cluster.gpus_per_node": "write policy.generation.colocated.resources.gpus_per_node=4"},
+        ),
+        (
+            [
+                "--with",
+                "base/vllm-apart",
+                f"{MEGATRON}.tensor_model_parallel_size=1",
+                f"{MEGATRON}.sequence_parallel=false",
+            ],
             {GLOBAL: f"write {PROMPTS}=35 and {GLOBAL}=560"},
         ),
         (
@@ -170,29 +207,38 @@ def fixes(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         ([f"{GLOBAL}=500"], {GLOBAL: "write 512"}),
     ],
 )
-def test_what_is_printed_for_a_recipe_is_accepted(words: list[str], wanted: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_for_a_recipe_is_accepted(
+    words: list[str], wanted: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = fixes(capsys, *words)
     assert found == wanted
     own = [f"{key}={fix.removeprefix('write ')}" for key, fix in found.items() if "=" not in fix]
-    other = [word for fix in found.values() if "=" in fix for word in fix.removeprefix("write ").split(" and ")]
+    other = [
+        word for fix in found.values() if "=" in fix for word in fix.removeprefix("write ").split(" and ")
+    ]
     assert main(["train", LARGE, "--dry-run", *words, *own, *other]) == 0, capsys.readouterr().err
 
 
-def test_a_key_that_refers_to_a_changed_one_follows_it(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_refers_to_a_changed_one_follows_it(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = put(put(raw_sft(), "policy.model_name", model), "policy.tokenizer.name", model)
     config = put(put(config, LONGEST, 700), PROMPT, f"${{{LONGEST}}}")
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(config))
     assert main(["train", str(path), "--dry-run"]) == 2
     err = capsys.readouterr().err
-    # without following, the longest record would be longer than the longest sequence, and both would have to be written
+    # without following, the longest record would be longer than the longest sequence, and both would have to
+    # be written
     assert err.rstrip().endswith("Fix: write 640")
     assert main(["train", str(path), "--dry-run", f"{LONGEST}=640"]) == 0
 
 
 def test_no_number_is_printed_where_none_satisfies_all_rules(model: str) -> None:
     config = put(put(raw_grpo(), "policy.model_name", model), "policy.tokenizer.name", model)
-    config = put(config, "cluster", {"gpus_per_node": 6, "num_nodes": 2, "device": "cuda", "device_memory_gib": 0.0001})
+    config = put(
+        config, "cluster", {"gpus_per_node": 6, "num_nodes": 2, "device": "cuda", "device_memory_gib": 0.0001}
+    )
     config = put(put(config, "policy.generation.backend", "vllm"), VLLM, {"gpu_memory_utilization": 0.6})
     [violation] = [each for each in violations_of(config) if each.key == f"{VLLM}.tensor_parallel_size"]
     assert violation.candidates and violation.fix == "give the engine more or larger devices"
@@ -218,7 +264,11 @@ def test_candidates_of_two_rules_are_combined() -> None:
         thirds = Violation("size", size, "three divide it", "-", ({"size": 6}, {"size": 12}))
         quarters = Violation("size", size, "four divide it", "-", ({"size": 8}, {"size": 12}))
         other = Violation("other", 1, "it must be the size", "-", ({"other": size},))
-        broken = [(size % 3, thirds), (size % 4, quarters), (size == 12 and changes.get("other") != 12, other)]
+        broken = [
+            (size % 3, thirds),
+            (size % 4, quarters),
+            (size == 12 and changes.get("other") != 12, other),
+        ]
         return [violation for fault, violation in broken if fault]
 
     found = with_proposals(violations_after({}), violations_after)
@@ -231,9 +281,13 @@ def test_divisors_and_multiples_begin_near_a_value() -> None:
         number, value = draw.randint(1, 600), draw.randint(1, 600)
         divisors = divisors_near(number, value)
         assert sorted(divisors) == [each for each in range(1, number + 1) if number % each == 0]
-        assert max(divisors[0] / value, value / divisors[0]) == min(max(each / value, value / each) for each in divisors)
+        assert max(divisors[0] / value, value / divisors[0]) == min(
+            max(each / value, value / each) for each in divisors
+        )
         multiples = multiples_near(number, value)
-        assert multiples[0] == -(-value // number) * number and all(each % number == 0 and each > 0 for each in multiples)
+        assert multiples[0] == -(-value // number) * number and all(
+            each % number == 0 and each > 0 for each in multiples
+        )
         assert len(set(multiples)) == len(multiples)
 
 

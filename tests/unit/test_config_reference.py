@@ -35,7 +35,9 @@ def rows_of(page: str) -> dict[str, tuple[str, str, str]]:
             section = line.removeprefix("## ").strip("`")
             section = "" if section == "The top level" else f"{section}."
         elif line.startswith("| `"):
-            key, value, default, meaning = re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |") + " ", maxsplit=3)
+            key, value, default, meaning = re.split(
+                r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |") + " ", maxsplit=3
+            )
             rows[section + key.strip("`")] = (value, default, meaning.strip())
     return rows
 
@@ -52,7 +54,9 @@ def test_the_program_brings_the_pages_up_to_date(tmp_path: Path) -> None:
     for path in CONFIGS.glob("*.md"):
         (tmp_path / path.name).write_text(re.sub(r"(?m)^\|.*\n", "", path.read_text(encoding="utf-8")))
     shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.md"))
-    subprocess.run([sys.executable, "-m", "megarl.config.reference", str(tmp_path)], check=True, cwd=CONFIGS.parent)
+    subprocess.run(
+        [sys.executable, "-m", "megarl.config.reference", str(tmp_path)], check=True, cwd=CONFIGS.parent
+    )
     keys = [(path / "KEYS.md").read_text(encoding="utf-8") for path in (tmp_path, CONFIGS)]
     assert keys[0] == keys[1]
 
@@ -79,8 +83,12 @@ def test_a_page_without_its_marks_is_refused(name: str, table: str) -> None:
 
 
 def test_bounds_stand_beside_the_kind_of_value(page: str) -> None:
-    """Here a bound is written out, where a test that reads it from its field could not see that it changed."""
-    shown = {key: rows_of(page)[key][0] for key in ("policy.max_total_sequence_length", "policy.generation.top_p", "loss_fn.ratio_clip_c")}
+    """Here a bound is written out, where a test that reads it from its field could not see that it
+    changed."""
+    shown = {
+        key: rows_of(page)[key][0]
+        for key in ("policy.max_total_sequence_length", "policy.generation.top_p", "loss_fn.ratio_clip_c")
+    }
     assert shown == {
         "policy.max_total_sequence_length": "whole number; at least 2",
         "policy.generation.top_p": "number; more than 0 and at most 1",

@@ -18,11 +18,28 @@ from megarl.config.rules.view import NotApplicableError, View, apply_rules
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
 from tests.tables import read_table
 from tests.tiers import sampled
-from tests.unit.config_samples import FACTS, complete, gated_delta, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
+from tests.unit.config_samples import (
+    FACTS,
+    complete,
+    gated_delta,
+    mixture,
+    raw_distillation,
+    raw_dpo,
+    raw_grpo,
+    raw_ppo,
+    raw_rm,
+    raw_sft,
+)
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
-SHORT = {"m": MEGATRON, "d": DTENSOR, "o": f"{MEGATRON}.optimizer", "s": f"{MEGATRON}.scheduler", "g": "policy.generation"}
+SHORT = {
+    "m": MEGATRON,
+    "d": DTENSOR,
+    "o": f"{MEGATRON}.optimizer",
+    "s": f"{MEGATRON}.scheduler",
+    "g": "policy.generation",
+}
 SHORT["ddp"] = DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 MIXTURE = {"mixture": mixture()}
@@ -86,7 +103,12 @@ def test_valid_runs_break_no_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "case"), [pytest.param(rule, case, id=f"{rule}-{number}") for rule in CASES for number, case in enumerate(CASES[rule])]
+    ("rule", "case"),
+    [
+        pytest.param(rule, case, id=f"{rule}-{number}")
+        for rule in CASES
+        for number, case in enumerate(CASES[rule])
+    ],
 )
 def test_rule_fires_on_its_key(rule: str, case: dict[str, Any]) -> None:
     run = case.get("in", "grpo")
@@ -100,7 +122,9 @@ def test_rule_fires_on_its_key(rule: str, case: dict[str, Any]) -> None:
 
 
 def test_only_an_algorithm_that_reads_pairs_has_a_model_that_scores_and_pairs() -> None:
-    config = complete(raw_sft(), {"policy.reward_model_cfg": {"enabled": True}, "data.train.chosen_key": "better"})
+    config = complete(
+        raw_sft(), {"policy.reward_model_cfg": {"enabled": True}, "data.train.chosen_key": "better"}
+    )
     keys = {violation.key for violation in check(config)}
     assert keys == {"policy.reward_model_cfg.enabled", "data.train.chosen_key"}
 
@@ -113,7 +137,9 @@ def test_only_dense_layers_have_a_width_to_divide() -> None:
     facts = dataclasses.replace(FACTS, ffn_hidden_size=181)
     assert keys_named("widths_divide", config, facts) == {key}
     assert keys_named("widths_divide", config, dataclasses.replace(facts, **MIXTURE)) == set()
-    assert keys_named("widths_divide", config, dataclasses.replace(facts, mixture=mixture(dense_layers=[1]))) == {key}
+    assert keys_named(
+        "widths_divide", config, dataclasses.replace(facts, mixture=mixture(dense_layers=[1]))
+    ) == {key}
 
 
 @pytest.mark.parametrize("case", SAID_ANYWAY)
@@ -124,12 +150,19 @@ def test_what_is_so_anyway_may_be_written_down(case: str) -> None:
 def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
     for model_type, family in FAMILIES.items():
         config = complete(raw_grpo(), {f"{MEGATRON}.converter_type": family.architecture_class})
-        assert keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, family=model_type)) == set()
+        assert (
+            keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, family=model_type))
+            == set()
+        )
 
 
 def test_every_row_of_the_table_fires() -> None:
     views = [View(changed_run(case), facts=facts_of(case)) for cases in CASES.values() for case in cases]
-    silent = [row for row in (*ROWS_OF_MODELS, *ROWS_OF_RUNS) if not any(list(apply_rules([row.violations], view)) for view in views)]
+    silent = [
+        row
+        for row in (*ROWS_OF_MODELS, *ROWS_OF_RUNS)
+        if not any(list(apply_rules([row.violations], view)) for view in views)
+    ]
     assert not silent
 
 
@@ -169,14 +202,20 @@ def test_rule_on_a_key_is_silent_where_the_feature_is_not_built() -> None:
 
 
 def test_all_broken_rules_come_at_once() -> None:
-    changes = {"cluster.gpus_per_node": 5, f"{DATA_PARALLEL}.average_in_collective": True, "loss_fn.ratio_clip_c": 1.0}
+    changes = {
+        "cluster.gpus_per_node": 5,
+        f"{DATA_PARALLEL}.average_in_collective": True,
+        "loss_fn.ratio_clip_c": 1.0,
+    }
     keys = {violation.key for violation in check(complete(raw_grpo(), changes), FACTS)}
     assert keys == set(changes)
 
 
 @sampled(2)
 @pytest.mark.parametrize(
-    "raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"]
+    "raw",
+    [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()],
+    ids=["grpo", "sft", "dpo", "ppo", "distillation"],
 )
 def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     full = complete_run(raw)
@@ -222,4 +261,7 @@ def _without(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with(config: dict[str, Any], path: tuple[str, ...], new: object) -> dict[str, Any]:
-    return {key: ((_with(value, path[1:], new) if len(path) > 1 else new) if key == path[0] else value) for key, value in config.items()}
+    return {
+        key: ((_with(value, path[1:], new) if len(path) > 1 else new) if key == path[0] else value)
+        for key, value in config.items()
+    }

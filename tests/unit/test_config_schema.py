@@ -1,4 +1,5 @@
-"""Shape of a configuration: types, unknown and missing keys, null against absent, and everything in one report."""
+"""Shape of a configuration: types, unknown and missing keys, null against absent, and everything in one
+report."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def violations_after(changes: dict[str, Any]) -> dict[str, Violation]:
 
 
 @pytest.mark.parametrize(
-    "raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"]
+    "raw",
+    [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()],
+    ids=["grpo", "sft", "dpo", "ppo", "distillation"],
 )
 def test_valid_runs_pass_and_stay_valid_with_their_defaults(raw: dict[str, Any]) -> None:
     assert check_run(raw) == []
@@ -70,7 +73,10 @@ def test_a_removed_value_names_what_to_write() -> None:
     key = f"{MEGATRON}.moe_router_load_balancing_type"
     violation = violations_after({key: "micro_batch_aux_loss"})[key]
     assert violation.bound == "one of 'none', 'aux_loss' or 'seq_aux_loss' is wanted"
-    assert "it was removed" in violation.fix and "write aux_loss (over the global batch) or seq_aux_loss" in violation.fix
+    assert (
+        "it was removed" in violation.fix
+        and "write aux_loss (over the global batch) or seq_aux_loss" in violation.fix
+    )
 
 
 @pytest.mark.parametrize("value", [1, 0.5])
@@ -86,7 +92,10 @@ def test_a_whole_number_is_a_number(value: float) -> None:
         ("policy.temperature", "policy.generation.temperature"),
         ("grpo.num_generation_per_prompt", "grpo.num_generations_per_prompt"),
         ("tensor_model_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),
-        ("policy.generation.colocated.resources.gpu_per_node", "policy.generation.colocated.resources.gpus_per_node"),
+        (
+            "policy.generation.colocated.resources.gpu_per_node",
+            "policy.generation.colocated.resources.gpus_per_node",
+        ),
     ],
 )
 def test_unknown_keys_name_the_nearest_known_key(wrong: str, meant: str) -> None:
@@ -100,16 +109,29 @@ def test_a_key_like_no_other_is_to_be_removed() -> None:
 
 
 def test_null_is_allowed_exactly_where_the_type_says_so() -> None:
-    allowed = {"policy.generation.top_k": None, "policy.max_grad_norm": None, "data.validation": None, "loss_fn.ratio_clip_c": None}
+    allowed = {
+        "policy.generation.top_k": None,
+        "policy.max_grad_norm": None,
+        "data.validation": None,
+        "loss_fn.ratio_clip_c": None,
+    }
     assert violations_after(allowed) == {}
-    refused = ["policy.generation.top_p", "policy.train_micro_batch_size", f"{MEGATRON}.optimizer.min_lr", "data.train"]
+    refused = [
+        "policy.generation.top_p",
+        "policy.train_micro_batch_size",
+        f"{MEGATRON}.optimizer.min_lr",
+        "data.train",
+    ]
     assert set(violations_after(dict.fromkeys(refused))) == set(refused)
 
 
 def test_absent_and_null_are_told_apart() -> None:
     assert repr(violations_after({"seed": ...})["seed"].value) == "<absent>"
     assert violations_after({"seed": None})["seed"].value is None
-    assert violations_after({"loss_fn.ratio_clip_c": ...})["loss_fn.ratio_clip_c"].bound == "this key is required"
+    assert (
+        violations_after({"loss_fn.ratio_clip_c": ...})["loss_fn.ratio_clip_c"].bound
+        == "this key is required"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +174,9 @@ def test_types_rules_and_model_come_in_one_report() -> None:
     assert all(violation.key in str(caught.value) for violation in caught.value.violations)
 
 
-@pytest.mark.parametrize("config", [{}, {"policy": None}, {"policy": []}, {"policy": {"megatron_cfg": 3}}, {3: 4}])
+@pytest.mark.parametrize(
+    "config", [{}, {"policy": None}, {"policy": []}, {"policy": {"megatron_cfg": 3}}, {3: 4}]
+)
 def test_a_broken_configuration_is_still_a_report(config: dict[Any, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         validate_config(config)
@@ -194,7 +218,9 @@ def test_the_policy_section_alone() -> None:
 
 
 def test_defaults_leave_every_given_value_alone() -> None:
-    raw = changed(raw_grpo(), {"policy.generation.temperature": 0.7, "policy.max_grad_norm": None, "run_dir": "here"})
+    raw = changed(
+        raw_grpo(), {"policy.generation.temperature": 0.7, "policy.max_grad_norm": None, "run_dir": "here"}
+    )
     full = complete_run(raw, "name")
     assert full["policy"]["generation"]["temperature"] == 0.7
     assert full["policy"]["max_grad_norm"] is None
@@ -206,9 +232,15 @@ def test_defaults_leave_every_given_value_alone() -> None:
 
 
 def test_defaults_follow_what_they_depend_on() -> None:
-    full = complete_run(changed(raw_sft(), {"policy.precision": "float16", f"{MEGATRON}.optimizer.weight_decay": 0.25}))
+    full = complete_run(
+        changed(raw_sft(), {"policy.precision": "float16", f"{MEGATRON}.optimizer.weight_decay": 0.25})
+    )
     megatron = full["policy"]["megatron_cfg"]
-    assert (megatron["optimizer"]["bf16"], megatron["optimizer"]["fp16"], megatron["pipeline_dtype"]) == (False, True, "float16")
+    assert (megatron["optimizer"]["bf16"], megatron["optimizer"]["fp16"], megatron["pipeline_dtype"]) == (
+        False,
+        True,
+        "float16",
+    )
     assert megatron["scheduler"]["start_weight_decay"] == megatron["scheduler"]["end_weight_decay"] == 0.25
     assert full["policy"]["make_sequence_length_divisible_by"] == 2
     assert full["sft"]["val_global_batch_size"] == 30
@@ -231,11 +263,13 @@ def test_nearest_prefers_the_same_section() -> None:
 
 def test_configuration_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.config.load, megarl.models.policy.interfaces\n"
+        "import sys, megarl, megarl.config, megarl.cli, megarl.config.report, megarl.config.load, "
+        "megarl.models.policy.interfaces\n"
         "import megarl.models.generation.interfaces, megarl.config.validate\n"
         "megarl.config.read_model_facts('owner/none')\n"
         "megarl.cli.build_parser()\n"
-        "sys.exit(','.join(name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules) or None)"
+        "sys.exit(','.join(name for name in ('torch', 'ray', 'transformers', 'megatron') if name in "
+        "sys.modules) or None)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -253,7 +287,8 @@ def _further(path: str) -> list[Callable[[], dict[str, Any]]]:
 @sampled(40)
 @pytest.mark.parametrize("path", known_paths(run_type(None)))
 def test_no_value_of_any_key_gives_a_traceback(path: str) -> None:
-    """Also where others follow from it: a text for a batch size is one for the batch size of a validation too."""
+    """Also where others follow from it: a text for a batch size is one for the batch size of a validation
+    too."""
     *sections, key = path.split(".")
     for value in ("a", -1, 3.5, None, [], {}, True, [1, "x"], float("nan")):
         for raw in (raw_grpo, raw_sft, *_further(path)):

@@ -1,4 +1,5 @@
-"""Which positions a context-parallel rank holds, against a list that says it slowly; and attention over them in one process."""
+"""Which positions a context-parallel rank holds, against a list that says it slowly; and attention over them
+in one process."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_the_parts_of_all_ranks_come_back_in_order(drawn: tuple[int, list[int]])
     assert laid_out[ContextShare(0, size).order(starts)].tolist() == list(range(starts[-1]))
 
 
-def slow_attention(query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None) -> Tensor:
+def slow_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None
+) -> Tensor:
     """float64, one query at a time."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[1] // key.shape[1]
@@ -73,7 +76,9 @@ def test_packed_attention_stays_inside_each_sequence(starts: tuple[int, ...], wi
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 6, 13, 4), torch.randn(1, 2, 13, 4), torch.randn(1, 2, 13, 4)
     result = attention(query, key, value, SequenceLayout(starts), window=window)
-    torch.testing.assert_close(result.double(), slow_attention(query, key, value, starts, window), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        result.double(), slow_attention(query, key, value, starts, window), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])
@@ -82,4 +87,6 @@ def test_a_window_counts_from_the_newest_positions_when_decoding(new: int, windo
     torch.manual_seed(1)
     query, key, value = torch.randn(1, 6, 9, 4), torch.randn(1, 3, 9, 4), torch.randn(1, 3, 9, 4)
     expected = slow_attention(query, key, value, (0, 9), window)[:, :, -new:]
-    torch.testing.assert_close(causal_attention(query[:, :, -new:], key, value, window=window).double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        causal_attention(query[:, :, -new:], key, value, window=window).double(), expected, atol=1e-5, rtol=0
+    )

@@ -1,4 +1,5 @@
-"""Import and export of every family: bit for bit there and back, the same bytes whoever works, and every mismatch by name."""
+"""Import and export of every family: bit for bit there and back, the same bytes whoever works, and every
+mismatch by name."""
 
 from __future__ import annotations
 
@@ -33,16 +34,28 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("converters.checkpoint.work.CHUNK_BYTES", 1_500)
 
 
-def bring_in(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> ConversionResult:
-    return import_model(plan_import(open_source(source), **(plan_options or {})), target, RunOptions(**options))
+def bring_in(
+    source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any
+) -> ConversionResult:
+    return import_model(
+        plan_import(open_source(source), **(plan_options or {})), target, RunOptions(**options)
+    )
 
 
-def bring_out(source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any) -> ConversionResult:
-    return export_model(plan_export(open_megatron(source), **(plan_options or {})), target, RunOptions(**options))
+def bring_out(
+    source: Path, target: Path, plan_options: dict[str, Any] | None = None, **options: Any
+) -> ConversionResult:
+    return export_model(
+        plan_export(open_megatron(source), **(plan_options or {})), target, RunOptions(**options)
+    )
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -64,7 +77,13 @@ def test_there_and_back_is_bit_exact(name: str, dtype: torch.dtype, tmp_path: Pa
     bring_in(tmp_path / "hf", tmp_path / "mcore", {"vocab_multiple": 16})
     bring_out(tmp_path / "mcore", tmp_path / "back", {"max_shard_bytes": 60_000})
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
-    for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "modeling_own.py"):
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "modeling_own.py",
+    ):
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     tensors = stored_tensors(tmp_path / "back")
@@ -87,7 +106,8 @@ def test_stacked_experts_come_back_stacked(name: str, tmp_path: Path) -> None:
 
 
 def test_tensors_keep_their_own_dtypes(tmp_path: Path) -> None:
-    """A float32 norm of one layer in a bfloat16 model, whose layers are stacked in one tensor of one dtype."""
+    """A float32 norm of one layer in a bfloat16 model, whose layers are stacked in one tensor of one
+    dtype."""
     save_tiny(tmp_path / "hf", "qwen3", torch.bfloat16)
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
@@ -122,7 +142,9 @@ def test_bytes_do_not_depend_on_workers_or_memory(name: str, tmp_path: Path) -> 
     bring_out(tmp_path / "one", tmp_path / "out1", {"max_shard_bytes": 50_000}, workers=1)
     bring_out(tmp_path / "many", tmp_path / "out2", {"max_shard_bytes": 50_000}, workers=5)
     one, two = contents(tmp_path / "out1"), contents(tmp_path / "out2")
-    assert one.keys() == two.keys() and all(one[file] == two[file] for file in one if file != "conversion.json")
+    assert one.keys() == two.keys() and all(
+        one[file] == two[file] for file in one if file != "conversion.json"
+    )
 
 
 def test_allowed_names_need_no_counterpart(tmp_path: Path) -> None:
@@ -141,7 +163,9 @@ def test_allowed_names_need_no_counterpart(tmp_path: Path) -> None:
     assert stored_tensors(tmp_path / "back").keys() == tensors.keys()
     half = {name: tensor for name, tensor in tensors.items() if name != "model.layers.0.mlp.up_proj.weight"}
     save_file(half, file, metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=r"made of .*gate_proj.* missing: model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ConversionError, match=r"made of .*gate_proj.* missing: model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
         bring_in(tmp_path / "hf", tmp_path / "other", {"allow_missing": ("*",)})
 
 
@@ -175,7 +199,9 @@ def first_byte(safetensors: bytearray, name: str) -> int:
 @sampled(2)
 @pytest.mark.parametrize("direction", ["import", "export"])
 @pytest.mark.parametrize("after", [0, 1, 5, 17, 40])
-def test_an_interrupted_run_goes_on(direction: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on(
+    direction: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped in the middle of a tensor; afterwards one finished piece is damaged, and is written again."""
     save_tiny(tmp_path / "hf", "mixtral")
     bring_in(tmp_path / "hf", tmp_path / "mcore")
@@ -251,7 +277,9 @@ def test_a_model_of_another_depth_and_vocabulary_needs_no_reference(tmp_path: Pa
     expected = stored_tensors(tmp_path / "hf")
     shutil.rmtree(tmp_path / "hf")
     bring_out(tmp_path / "mcore", tmp_path / "back")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in stored_tensors(tmp_path / "back").items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in stored_tensors(tmp_path / "back").items()
+    )
 
 
 def test_a_second_run_waits_neither_nor_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +310,9 @@ def test_an_index_with_a_hole_as_large_as_an_overlap(tmp_path: Path) -> None:
     chunks = index.state_dict_metadata["embedding.word_embeddings.weight"].chunks
     first, second = chunks[0], chunks[1]
     place = index.storage_data
-    moved = next(key for key in place if key.fqn == "embedding.word_embeddings.weight" and key.offset == second.offsets)
+    moved = next(
+        key for key in place if key.fqn == "embedding.word_embeddings.weight" and key.offset == second.offsets
+    )
     shifted = torch.Size([second.offsets[0] - 1, second.offsets[1]])
     place[type(moved)(moved.fqn, shifted)] = place[moved]
     chunks[1] = type(second)(shifted, second.sizes)
@@ -312,10 +342,14 @@ def test_a_manifest_knows_the_dtype(tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
     bring_in(tmp_path / "hf", tmp_path / "mcore")
     bring_out(tmp_path / "mcore", tmp_path / "back")
-    tensors = {name: tensor.float() for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()}
+    tensors = {
+        name: tensor.float() for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()
+    }
     save_file(tensors, tmp_path / "back" / "model.safetensors", metadata={"format": "pt"})
     found = verify(open_any(tmp_path / "back"))
-    assert {difference.name for difference in found} == tensors.keys() and {difference.kind for difference in found} == {"dtype"}
+    assert {difference.name for difference in found} == tensors.keys() and {
+        difference.kind for difference in found
+    } == {"dtype"}
 
 
 def test_a_file_holds_what_the_index_says_and_nothing_else(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""``megarl convert`` and ``python -m converters`` as a user runs them: exit codes, JSON, and what verify finds."""
+"""``megarl convert`` and ``python -m converters`` as a user runs them: exit codes, JSON, and what verify
+finds."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str
 def test_the_whole_way(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mcore, back = str(tmp_path / "mcore"), str(tmp_path / "back")
     code, done = facts(capsys, "import", str(hf), mcore, "--workers", "3", "--max-memory", "64GiB")
-    assert code == 0 and done["family"] == "qwen3_moe" and done["resumed_bytes"] == 0 and done["peak_memory"] > 2**20
+    assert (
+        code == 0
+        and done["family"] == "qwen3_moe"
+        and done["resumed_bytes"] == 0
+        and done["peak_memory"] > 2**20
+    )
     code, done = facts(capsys, "export", mcore, back, "--max-shard-size", "100KB")
     assert code == 0
     assert len(list(Path(back).glob("*.safetensors"))) > 1
@@ -46,11 +52,24 @@ def test_the_whole_way(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0 and compared["logits_difference"] == 0.0
     assert facts(capsys, "diff", back, str(hf)) == (0, {"equal": True, "differences": []})
     inspected = facts(capsys, "inspect", mcore)[1]
-    assert inspected["format"] == "megatron" and inspected["layers"] == "stacked" and inspected["converted_from"] == "hf"
-    assert inspected["parameters"] == sum(tensor.numel() for tensor in load_file(hf / "model.safetensors").values())
+    assert (
+        inspected["format"] == "megatron"
+        and inspected["layers"] == "stacked"
+        and inspected["converted_from"] == "hf"
+    )
+    assert inspected["parameters"] == sum(
+        tensor.numel() for tensor in load_file(hf / "model.safetensors").values()
+    )
     planned = facts(capsys, "plan", str(hf))[1]
-    assert planned["direction"] == "import" and planned["bytes"] == facts(capsys, "plan", mcore)[1]["bytes"] == inspected["bytes"]
-    assert {family["model_type"] for family in facts(capsys, "families")[1]["families"]} >= {"llama", "mixtral", "qwen3_moe"}
+    assert (
+        planned["direction"] == "import"
+        and planned["bytes"] == facts(capsys, "plan", mcore)[1]["bytes"] == inspected["bytes"]
+    )
+    assert {family["model_type"] for family in facts(capsys, "families")[1]["families"]} >= {
+        "llama",
+        "mixtral",
+        "qwen3_moe",
+    }
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -86,7 +105,9 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, Tensor]], None], tuple[str, ...]]
         ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
     ),
     "two experts": (
-        swap("model.layers.2.mlp.experts.0.down_proj.weight", "model.layers.2.mlp.experts.6.down_proj.weight"),
+        swap(
+            "model.layers.2.mlp.experts.0.down_proj.weight", "model.layers.2.mlp.experts.6.down_proj.weight"
+        ),
         ("model.layers.2.mlp.experts.0.down_proj.weight", "model.layers.2.mlp.experts.6.down_proj.weight"),
     ),
     "two layers": (
@@ -100,7 +121,9 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, Tensor]], None], tuple[str, ...]]
 
 @sampled(2)
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_verify_names_what_is_wrong(mutation: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_is_wrong(
+    mutation: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change, names = MUTATIONS[mutation]
     main(["import", str(hf), str(tmp_path / "mcore")])
     main(["export", str(tmp_path / "mcore"), str(tmp_path / "back")])
@@ -111,7 +134,9 @@ def test_verify_names_what_is_wrong(mutation: str, hf: Path, tmp_path: Path, cap
     assert code == 1
     assert tuple(each["name"] for each in found["differences"] if each["kind"] == "values") == names
     code, found = facts(capsys, "verify", str(tmp_path / "back"))
-    assert code == 1 and {each["name"] for each in found["differences"] if each["kind"] == "hash"} == set(names)
+    assert code == 1 and {each["name"] for each in found["differences"] if each["kind"] == "hash"} == set(
+        names
+    )
 
 
 def test_verify_sees_padding_and_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +189,9 @@ def damage(kind: str, mcore: Path) -> str:
             place.relative_path = f"../{mcore.name}/{place.relative_path}"
         said = "not the plain name"
     elif kind == "malicious tensor":
-        place = next(place for key, place in index.storage_data.items() if key.fqn == "decoder.final_layernorm.weight")
+        place = next(
+            place for key, place in index.storage_data.items() if key.fqn == "decoder.final_layernorm.weight"
+        )
         with files[-1].open("ab") as file:
             place.relative_path, place.offset = files[-1].name, file.tell()
             torch.save(Bomb(), file)
@@ -179,7 +206,16 @@ def damage(kind: str, mcore: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["truncated", "missing file", "index damaged", "malicious index", "path outside", "malicious tensor", "key missing"]
+    "kind",
+    [
+        "truncated",
+        "missing file",
+        "index damaged",
+        "malicious index",
+        "path outside",
+        "malicious tensor",
+        "key missing",
+    ],
 )
 def test_damaged_checkpoints(
     kind: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -207,7 +243,11 @@ def test_damaged_checkpoints(
     ],
 )
 def test_wrong_arguments(
-    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").mkdir()
@@ -217,7 +257,8 @@ def test_wrong_arguments(
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("2GiB", 2**31), ("2G", 2**31), ("5GB", 5 * 10**9), ("1.5 kB", 1500), ("512M", 2**29)]
+    ("text", "size"),
+    [("1", 1), ("2GiB", 2**31), ("2G", 2**31), ("5GB", 5 * 10**9), ("1.5 kB", 1500), ("512M", 2**29)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert read_size(text) == size
@@ -235,5 +276,10 @@ def test_the_support_table_names_every_family(capsys: pytest.CaptureFixture[str]
 def test_both_names_of_the_command(tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama")
     for command in (["-m", "converters"], ["-m", "megarl.cli", "convert"]):
-        done = subprocess.run([sys.executable, *command, "inspect", str(tmp_path / "hf")], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, *command, "inspect", str(tmp_path / "hf")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0 and "family: llama" in done.stdout, done.stderr

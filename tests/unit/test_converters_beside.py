@@ -1,4 +1,5 @@
-"""What stands beside the weights, what a manifest says of both, and what an import or export refuses to take or leaves behind."""
+"""What stands beside the weights, what a manifest says of both, and what an import or export refuses to take
+or leaves behind."""
 
 from __future__ import annotations
 
@@ -57,11 +58,19 @@ def found(facts: dict[str, Any]) -> set[tuple[str, str]]:
     return {(each["kind"], each["name"]) for each in facts["differences"]}
 
 
-SETTINGS = [("eos_token_id", 7), ("bos_token_id", None), ("pad_token_id", 3), ("dtype", "float16"), ("temperature", 0.5)]
+SETTINGS = [
+    ("eos_token_id", 7),
+    ("bos_token_id", None),
+    ("pad_token_id", 3),
+    ("dtype", "float16"),
+    ("temperature", 0.5),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), SETTINGS)
-def test_configs_that_differ_in_what_no_architecture_has(converted: Path, run: Run, key: str, value: Any) -> None:
+def test_configs_that_differ_in_what_no_architecture_has(
+    converted: Path, run: Run, key: str, value: Any
+) -> None:
     for other in ("mcore", "back"):
         assert run("verify", converted / "hf", converted / other)[0] == 0
     change_json(converted / "hf" / "config.json", **{key: value})
@@ -106,7 +115,13 @@ def test_files_that_were_changed_after_the_conversion(converted: Path, run: Run,
 def test_what_says_nothing_of_the_model_is_named_and_no_difference(converted: Path, run: Run) -> None:
     (converted / "hf" / "README.md").write_text("another text")
     (converted / "hf" / "generation_config.json").write_text(
-        json.dumps({"transformers_version": "1.0", **json.loads((converted / "hf" / "generation_config.json").read_text())}, indent=7)
+        json.dumps(
+            {
+                "transformers_version": "1.0",
+                **json.loads((converted / "hf" / "generation_config.json").read_text()),
+            },
+            indent=7,
+        )
     )
     code, facts = run("verify", converted / "hf", converted / "back")
     assert code == 0 and any("README.md" in each for each in facts["not_checked"]), facts
@@ -125,18 +140,24 @@ def test_an_import_holds_a_model_against_its_manifest(converted: Path, run: Run,
     save_file(tensors, path, metadata={"format": "pt"})
     code, said = run("import", converted / "back", converted / "new", *asked)
     assert code == 2 and NORM in said and "is not what its conversion.json says" in said
-    assert not list(converted.glob("*new*")) and not list(converted.glob(".new*")), "a refused conversion leaves nothing"
+    assert not list(converted.glob("*new*")) and not list(converted.glob(".new*")), (
+        "a refused conversion leaves nothing"
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_an_export_leaves_nothing_of_a_checkpoint_that_was_changed(converted: Path, run: Run, dtype: str | None) -> None:
+def test_an_export_leaves_nothing_of_a_checkpoint_that_was_changed(
+    converted: Path, run: Run, dtype: str | None
+) -> None:
     asked = () if dtype is None else ("--dtype", dtype)
     path = converted / "mcore" / "conversion.json"
     manifest = json.loads(path.read_text())
     manifest["tensors"][NORM]["sha256"] = "0" * 64
     path.write_text(json.dumps(manifest))
     code, said = run("export", converted / "mcore", converted / "new", *asked)
-    assert code == 2 and NORM in said and not list(converted.glob(".new*")) and not (converted / "new").exists()
+    assert (
+        code == 2 and NORM in said and not list(converted.glob(".new*")) and not (converted / "new").exists()
+    )
 
 
 def test_an_export_takes_no_tensor_that_the_manifest_does_not_know(converted: Path, run: Run) -> None:
@@ -169,11 +190,19 @@ def test_objects_are_looked_at_or_named(converted: Path, run: Run) -> None:
     checkpoint = converted / "mcore"
     assert not any("objects" in each for each in run("verify", checkpoint)[1]["not_checked"])
     index = read_index(checkpoint)
-    key = next(name for name in index.state_dict_metadata if name.endswith("_extra_state/shard_0_1") or "_extra_state" in name)
+    key = next(
+        name
+        for name in index.state_dict_metadata
+        if name.endswith("_extra_state/shard_0_1") or "_extra_state" in name
+    )
     torch.save([torch.ones(3)], checkpoint / "__other.distcp")
     place = next(place for place in index.storage_data if place.fqn == key)
     stored = index.storage_data[place]
-    stored.relative_path, stored.offset, stored.length = "__other.distcp", 0, (checkpoint / "__other.distcp").stat().st_size
+    stored.relative_path, stored.offset, stored.length = (
+        "__other.distcp",
+        0,
+        (checkpoint / "__other.distcp").stat().st_size,
+    )
     with (checkpoint / ".metadata").open("wb") as file:
         write_index(index, file)
     code, facts = run("verify", checkpoint)
@@ -182,7 +211,9 @@ def test_objects_are_looked_at_or_named(converted: Path, run: Run) -> None:
     assert any("objects" in each for each in run("verify", checkpoint)[1]["not_checked"])
 
 
-def test_work_that_can_be_taken_up_is_said_and_other_is_not_left(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_can_be_taken_up_is_said_and_other_is_not_left(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from converters import importing
     from converters.torch_dist.writer import ItemFile
 
@@ -209,7 +240,9 @@ def test_work_that_can_be_taken_up_is_said_and_other_is_not_left(tmp_path: Path,
     assert run("verify", tmp_path / "hf", tmp_path / "mcore")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+)
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_opened(tmp_path: Path, run: Run, name: str) -> None:
     path = model(tmp_path / "hf") / name
     path.unlink(missing_ok=True)
@@ -219,7 +252,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_opened(tmp_path: Path,
     assert not list(tmp_path.glob("*mcore*"))
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "conversion.json", "huggingface/config.json", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", [".metadata", "common.pt", "conversion.json", "huggingface/config.json", "__0_0.distcp"]
+)
 def test_a_pipe_in_a_checkpoint(converted: Path, run: Run, name: str) -> None:
     path = converted / "mcore" / name
     path.unlink()
@@ -243,7 +278,9 @@ def test_targets(converted: Path, run: Run) -> None:
 def test_sources_that_are_something_else(converted: Path, run: Run) -> None:
     code, said = run("import", converted / "mcore", converted / "new")
     assert code == 2 and "is a checkpoint of Megatron-Core" in said and "convert export" in said
-    change_json(converted / "hf" / "config.json", model_type="kimi_k9", architectures=["DeepseekV3ForCausalLM"])
+    change_json(
+        converted / "hf" / "config.json", model_type="kimi_k9", architectures=["DeepseekV3ForCausalLM"]
+    )
     code, said = run("import", converted / "hf", converted / "new")
     assert code == 2 and "'kimi_k9'" in said and "deepseek_v3" in said and "\n" not in said.strip()
 
@@ -263,7 +300,9 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_a_model_that_megatron_does_not_compute_is_taken_on_request_alone(tmp_path: Path, run: Run, what: str) -> None:
+def test_a_model_that_megatron_does_not_compute_is_taken_on_request_alone(
+    tmp_path: Path, run: Run, what: str
+) -> None:
     model(tmp_path / "hf", **UNSUPPORTED[what])
     for action in (("plan", tmp_path / "hf"), ("import", tmp_path / "hf", tmp_path / "mcore")):
         code, said = run(*action)

@@ -31,7 +31,11 @@ def nan(sign: int, payload: int, dtype: torch.dtype) -> int:
     return (sign << (width - 1)) | ((2 ** (width - 1 - mantissa) - 1) << mantissa) | payload
 
 
-PAIRS = [(narrow, wide) for narrow, wide in itertools.permutations(FORMATS, 2) if FORMATS[narrow][1] < FORMATS[wide][1]]
+PAIRS = [
+    (narrow, wide)
+    for narrow, wide in itertools.permutations(FORMATS, 2)
+    if FORMATS[narrow][1] < FORMATS[wide][1]
+]
 
 
 @pytest.mark.parametrize(("narrow", "wide"), PAIRS)
@@ -46,7 +50,9 @@ def test_every_nan_survives_the_way_there_and_back(narrow: torch.dtype, wide: to
 
 
 def test_what_a_narrow_nan_cannot_hold_stays_nan() -> None:
-    before = of_bits([nan(0, 1, torch.float32), nan(1, 1, torch.float32), nan(1, 2**16 + 5, torch.float32)], torch.float32)
+    before = of_bits(
+        [nan(0, 1, torch.float32), nan(1, 1, torch.float32), nan(1, 2**16 + 5, torch.float32)], torch.float32
+    )
     expected = [nan(0, 2**6, torch.bfloat16), nan(1, 2**6, torch.bfloat16), nan(1, 1, torch.bfloat16)]
     assert bits_of(cast(before, torch.bfloat16)) == expected
 

@@ -1,4 +1,5 @@
-"""Disks that are full, files that cannot be read, places that cannot be written: one line, exit code 2, and nothing that looks complete."""
+"""Disks that are full, files that cannot be read, places that cannot be written: one line, exit code 2, and
+nothing that looks complete."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("size", [0, 5_000, 20_000])
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_a_full_disk(direction: str, size: int, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(
+    direction: str, size: int, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And afterwards, once there is room, the same command ends as it would have."""
     mcore, out = tmp_path / "mcore", tmp_path / "out"
     argv = ["import", str(hf), str(out)] if direction == "import" else ["export", str(mcore), str(out)]
@@ -54,7 +57,11 @@ def test_a_full_disk(direction: str, size: int, hf: Path, tmp_path: Path, capsys
         assert main(argv) == 2
     assert "File too large" in one_line(capsys)
     partial = tmp_path / ".out.partial"
-    assert not out.exists() and not (partial / ".metadata").exists() and not (partial / "conversion.json").exists()
+    assert (
+        not out.exists()
+        and not (partial / ".metadata").exists()
+        and not (partial / "conversion.json").exists()
+    )
     assert main(argv) == 0 and not partial.exists()
     assert main(["verify", str(hf), str(out)]) == 0
 
@@ -62,20 +69,28 @@ def test_a_full_disk(direction: str, size: int, hf: Path, tmp_path: Path, capsys
 def test_a_file_that_cannot_be_read(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel answers EIO to whoever reads a process's memory where it has none."""
     assert main(["import", str(hf), str(tmp_path / "mcore")]) == 0
-    with Path("/proc/self/mem").open("rb", buffering=0) as file, pytest.raises(OSError, match="Input/output error"):
+    with (
+        Path("/proc/self/mem").open("rb", buffering=0) as file,
+        pytest.raises(OSError, match="Input/output error"),
+    ):
         file.read(1)
     for path in (tmp_path / "mcore").glob("*_0.distcp"):
         path.unlink()
         path.symlink_to("/proc/self/mem")
     capsys.readouterr()
-    for argv in (["export", str(tmp_path / "mcore"), str(tmp_path / "back")], ["verify", str(tmp_path / "mcore")]):
+    for argv in (
+        ["export", str(tmp_path / "mcore"), str(tmp_path / "back")],
+        ["verify", str(tmp_path / "mcore")],
+    ):
         assert main(argv) == 2
         assert "Input/output error" in one_line(capsys)
     assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
-def test_a_directory_where_a_file_should_be(name: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_where_a_file_should_be(
+    name: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if name == "model.safetensors.index.json":
         (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors")
     (hf / name).unlink(missing_ok=True)
@@ -85,7 +100,9 @@ def test_a_directory_where_a_file_should_be(name: str, hf: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("target", ["hf/config.json/out", "/proc/nowhere/out", "/dev/null/out"])
-def test_places_where_nothing_can_be_made(target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_where_nothing_can_be_made(
+    target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["import", str(hf), str(tmp_path / target)]) == 2
     one_line(capsys)
 

@@ -1,4 +1,5 @@
-"""GPT-OSS: all experts of a layer in one tensor, transposed, with rows of gate and up in turns; facts of its config; attention sinks."""
+"""GPT-OSS: all experts of a layer in one tensor, transposed, with rows of gate and up in turns; facts of its
+config; attention sinks."""
 
 from __future__ import annotations
 
@@ -41,16 +42,32 @@ def test_rows_of_gate_and_up_are_taken_apart(tmp_path: Path) -> None:
     expected = stored[f"{BLOCK}gate_up_proj"][3].T
     for rank in range(2):
         half = slice(26 * rank, 26 * rank + 26)
-        shard = load_shard(rule_for(f"{prefix}linear_fc1.weight", architecture), source, architecture, rank, 2)
+        shard = load_shard(
+            rule_for(f"{prefix}linear_fc1.weight", architecture), source, architecture, rank, 2
+        )
         assert torch.equal(shard, torch.cat([expected[0::2][half], expected[1::2][half]]))
-        shard = load_shard(rule_for(f"{prefix}linear_fc2.weight", architecture), source, architecture, rank, 2)
+        shard = load_shard(
+            rule_for(f"{prefix}linear_fc2.weight", architecture), source, architecture, rank, 2
+        )
         assert torch.equal(shard, stored[f"{BLOCK}down_proj"][3].T[:, half])
-        shard = load_shard(rule_for("decoder.layers.1.mlp.experts.linear_fc1.bias3", architecture), source, architecture, rank, 2)
+        shard = load_shard(
+            rule_for("decoder.layers.1.mlp.experts.linear_fc1.bias3", architecture),
+            source,
+            architecture,
+            rank,
+            2,
+        )
         bias = stored[f"{BLOCK}gate_up_proj_bias"][3]
         assert torch.equal(shard, torch.cat([bias[0::2][half], bias[1::2][half]]))
-    stream = (pair for rule in all_rules(architecture) for pair in to_hf(rule, [load_shard(rule, source, architecture)], architecture))
+    stream = (
+        pair
+        for rule in all_rules(architecture)
+        for pair in to_hf(rule, [load_shard(rule, source, architecture)], architecture)
+    )
     joined = dict(join(stream, architecture))
-    assert joined.keys() == stored.keys() and all(torch.equal(joined[name], tensor) for name, tensor in stored.items())
+    assert joined.keys() == stored.keys() and all(
+        torch.equal(joined[name], tensor) for name, tensor in stored.items()
+    )
 
 
 def test_keys_are_those_of_megatron(tmp_path: Path) -> None:
@@ -72,7 +89,10 @@ def test_what_is_wrong_with_the_experts_is_said_once(name: str, tmp_path: Path) 
     with pytest.raises(ConversionError) as caught:
         plan_import(open_source(tmp_path))
     sizes = list(whole.shape)
-    assert sorted(caught.value.details) == [f"missing: {BLOCK}{name} {sizes}", f"unknown: {BLOCK}{name}s {sizes}"]
+    assert sorted(caught.value.details) == [
+        f"missing: {BLOCK}{name} {sizes}",
+        f"unknown: {BLOCK}{name}s {sizes}",
+    ]
     save_file({**tensors, BLOCK + name: whole[:, :-1].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=f"{name} is .* config.json asks for"):
         plan_import(open_source(tmp_path))
@@ -90,7 +110,9 @@ def test_dequantised_blocks_are_not_transposed(name: str, tmp_path: Path) -> Non
     import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
     export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back")
     back = stored_tensors(tmp_path / "back")
-    assert back.keys() == expected.keys() and all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+    assert back.keys() == expected.keys() and all(
+        torch.equal(back[key], tensor) for key, tensor in expected.items()
+    )
 
 
 class Killed(BaseException):
@@ -118,22 +140,37 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     length = int.from_bytes(data[:8], "little")
     data[8 + length + json.loads(data[8 : 8 + length])[f"{BLOCK}gate_up_proj"]["data_offsets"][0] + 41] ^= 1
     file.write_bytes(data)
-    outcome = export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", RunOptions(workers=1))
+    outcome = export_model(
+        plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back", RunOptions(workers=1)
+    )
     assert outcome.resumed > 0
     expected, back = stored_tensors(tmp_path / "expected"), stored_tensors(tmp_path / "back")
-    assert back.keys() == expected.keys() and all(torch.equal(back[name], tensor) for name, tensor in expected.items())
+    assert back.keys() == expected.keys() and all(
+        torch.equal(back[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def test_facts_of_the_published_model() -> None:
     architecture = read_architecture(published("gpt-oss-20b-BF16"))
     assert architecture.window_layers == (True, False) * 12 and architecture.sliding_window == 128
-    assert (architecture.sinks, architecture.gate_limit, architecture.activation) == (True, 7.0, "clamped_swiglu")
+    assert (architecture.sinks, architecture.gate_limit, architecture.activation) == (
+        True,
+        7.0,
+        "clamped_swiglu",
+    )
     settings = megatron_settings(architecture)
-    assert settings.transformer["window_attn_skip_freq"] == [1, 0] * 12 and settings.transformer["window_size"] == (127, 0)
-    assert settings.transformer["softmax_type"] == "learnable" and settings.attributes["yarn_correction_range_round_to_int"] is False
+    assert settings.transformer["window_attn_skip_freq"] == [1, 0] * 12 and settings.transformer[
+        "window_size"
+    ] == (127, 0)
+    assert (
+        settings.transformer["softmax_type"] == "learnable"
+        and settings.attributes["yarn_correction_range_round_to_int"] is False
+    )
 
 
-def literal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
+def literal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor
+) -> Tensor:
     """Attention with sinks, one query at a time."""
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     rows = []
@@ -153,7 +190,10 @@ def test_sinks_take_their_share_of_the_softmax(queries: int, window: int | None)
     torch.manual_seed(queries)
     query, key, value = (torch.randn(1, heads, length, 8) for heads, length in ((6, queries), (2, 9), (2, 9)))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value, torch.randn(6))]
-    mine, expected = causal_attention(*inputs[:3], 0.4, window, inputs[3]), literal(*inputs[:3], 0.4, window, inputs[3])
+    mine, expected = (
+        causal_attention(*inputs[:3], 0.4, window, inputs[3]),
+        literal(*inputs[:3], 0.4, window, inputs[3]),
+    )
     torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-5)
     weights = torch.randn(mine.shape)
     gradients = [torch.autograd.grad((output * weights).sum(), inputs) for output in (mine, expected)]

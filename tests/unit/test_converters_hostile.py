@@ -1,4 +1,5 @@
-"""Checkpoints that were made to do harm, or that chance has damaged: one typed error, nothing run, leaked or lost."""
+"""Checkpoints that were made to do harm, or that chance has damaged: one typed error, nothing run, leaked or
+lost."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ def telling(module: str, name: str, attribute: str) -> bytes:
     """A pickle that tells the class or function itself, not an object of it, what one attribute is."""
     # PROTO 2, GLOBAL, (None, {attribute: 5}), BUILD, STOP
     text = attribute.encode()
-    return b"\x80\x02c%s\n%s\nN}X%s%sK\x05s\x86b." % (module.encode(), name.encode(), len(text).to_bytes(4, "little"), text)
+    return b"\x80\x02c%s\n%s\nN}X%s%sK\x05s\x86b." % (
+        module.encode(),
+        name.encode(),
+        len(text).to_bytes(4, "little"),
+        text,
+    )
 
 
 @pytest.mark.parametrize("name", ["Metadata", "TensorStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"])
@@ -38,7 +44,11 @@ def test_a_pickle_cannot_change_the_classes_it_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [b"N}X\x05\x00\x00\x00valueK\x05s\x86", b"}X\x08\x00\x00\x00poisonedK\x05s", b"}X\x07\x00\x00\x00_memberK\x05s"],
+    [
+        b"N}X\x05\x00\x00\x00valueK\x05s\x86",
+        b"}X\x08\x00\x00\x00poisonedK\x05s",
+        b"}X\x07\x00\x00\x00_memberK\x05s",
+    ],
     ids=["slots", "attributes", "the stand-in itself"],
 )
 @pytest.mark.parametrize("make", [b"%s\x85R", b"%s\x85\x81"], ids=["called", "made"])
@@ -47,7 +57,9 @@ def test_a_pickle_cannot_change_a_member_that_it_finds(make: bytes, state: bytes
     before = dict(metadata._MEM_FORMAT_ENCODING(0).__dict__)
     found = b"\x80\x02c%s\n_MEM_FORMAT_ENCODING\n" % metadata.__name__.encode() + make % b"K\x00"
     assert unpickle(io.BytesIO(found + b"."), index_name, "an index") == metadata._MEM_FORMAT_ENCODING(0)
-    with pytest.raises(TypeError, match=r"an attribute of _MEM_FORMAT_ENCODING\.TORCH_CONTIGUOUS_FORMAT is set"):
+    with pytest.raises(
+        TypeError, match=r"an attribute of _MEM_FORMAT_ENCODING\.TORCH_CONTIGUOUS_FORMAT is set"
+    ):
         unpickle(io.BytesIO(found + state + b"b."), index_name, "an index")
     assert metadata._MEM_FORMAT_ENCODING(0).__dict__ == before
 
@@ -62,7 +74,9 @@ def test_a_pickle_cannot_change_our_functions() -> None:
 def test_what_a_pickle_makes_is_real() -> None:
     """Stand-ins of the classes make objects of the classes."""
     chunk = metadata.ChunkStorageMetadata(offsets=(0, 1), sizes=(2, 3))  # type: ignore[arg-type]
-    index = metadata.Metadata({"a": metadata.BytesStorageMetadata()}, storage_data={metadata.MetadataIndex("a"): chunk})
+    index = metadata.Metadata(
+        {"a": metadata.BytesStorageMetadata()}, storage_data={metadata.MetadataIndex("a"): chunk}
+    )
     assert unpickle(io.BytesIO(pickle.dumps(index)), index_name, "an index") == index
 
 
@@ -95,7 +109,11 @@ def test_indices_with_some_bytes_changed(mcore: Path, tmp_path: Path) -> None:
 
 
 def test_archives_with_some_bytes_changed(mcore: Path, tmp_path: Path) -> None:
-    place = next(where for key, where in read_index(mcore).storage_data.items() if key.fqn == "decoder.final_layernorm.weight")
+    place = next(
+        where
+        for key, where in read_index(mcore).storage_data.items()
+        if key.fqn == "decoder.final_layernorm.weight"
+    )
     original = (mcore / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     chance, refused = random.Random(6), 0
     for _ in range(150):
@@ -153,9 +171,15 @@ def test_further_chat_templates_come_along(tmp_path: Path) -> None:
     (tmp_path / "hf" / "additional_chat_templates").mkdir()
     (tmp_path / "hf" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (tmp_path / "hf" / "additional_chat_templates" / "weights.bin").write_text("x")
-    assert run("import", tmp_path / "hf", tmp_path / "mcore") == run("export", tmp_path / "mcore", tmp_path / "back") == 0
+    assert (
+        run("import", tmp_path / "hf", tmp_path / "mcore")
+        == run("export", tmp_path / "mcore", tmp_path / "back")
+        == 0
+    )
     templates = tmp_path / "back" / "additional_chat_templates"
-    assert [(file.name, file.read_text()) for file in templates.iterdir()] == [("tool_use.jinja", "{{ tools }}")]
+    assert [(file.name, file.read_text()) for file in templates.iterdir()] == [
+        ("tool_use.jinja", "{{ tools }}")
+    ]
     assert run("export", tmp_path / "mcore", tmp_path / "back", "--overwrite") == 0 and templates.is_dir()
 
 
@@ -163,15 +187,27 @@ def test_the_hub_is_asked_for_further_chat_templates_and_for_no_other_directory(
     from huggingface_hub.utils import filter_repo_objects
 
     there = ["config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja"]
-    others = ["original/config.json", "onnx/tokenizer.json", "adapter/config.json", "assets/a.json", "consolidated.safetensors", "run.py"]
-    wanted = filter_repo_objects([*there, *others], allow_patterns=source._HUB_PATTERNS, ignore_patterns=source._HUB_IGNORED)
+    others = [
+        "original/config.json",
+        "onnx/tokenizer.json",
+        "adapter/config.json",
+        "assets/a.json",
+        "consolidated.safetensors",
+        "run.py",
+    ]
+    wanted = filter_repo_objects(
+        [*there, *others], allow_patterns=source._HUB_PATTERNS, ignore_patterns=source._HUB_IGNORED
+    )
     assert list(wanted) == there
 
 
 def test_what_is_read_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / ".out.partial", "llama")
     before = sorted(os.listdir(tmp_path / ".out.partial"))
-    assert run("import", tmp_path / ".out.partial", tmp_path / "out") == 2 and "overlap" in capsys.readouterr().err
+    assert (
+        run("import", tmp_path / ".out.partial", tmp_path / "out") == 2
+        and "overlap" in capsys.readouterr().err
+    )
     assert sorted(os.listdir(tmp_path / ".out.partial")) == before
     assert run("import", tmp_path / ".out.partial", tmp_path / "mcore") == 0
     (tmp_path / ".out.partial").rename(tmp_path / "hf")
@@ -183,7 +219,12 @@ def test_what_is_read_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "also_stored", [{"__metadata__": "model.norm.weight"}, {"lm_head.weight": "model.norm.weight"}, {"../x": "lm_head.weight"}]
+    "also_stored",
+    [
+        {"__metadata__": "model.norm.weight"},
+        {"lm_head.weight": "model.norm.weight"},
+        {"../x": "lm_head.weight"},
+    ],
 )
 def test_a_manifest_cannot_add_tensors(
     also_stored: dict[str, str], mcore: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,5 @@
-"""DeepSeek's configs: what the published ones say is read, and whatever else changes the model is refused by name."""
+"""DeepSeek's configs: what the published ones say is read, and whatever else changes the model is refused by
+name."""
 
 from __future__ import annotations
 
@@ -33,22 +34,36 @@ def test_the_published_configs_are_read() -> None:
     # what the model cards say, billions of parameters; of the larger one the last 58 of 61 layers are alike
     assert sum(math.prod(tensor.shape) for tensor in hf_tensors(lite)) / 1e9 == pytest.approx(15.7, abs=0.05)
     short = dataclasses.replace(large, num_layers=4, prediction_layers=0)
-    times = [(math.prod(tensor.shape), 58 if ".layers.3." in tensor.name else 1) for tensor in hf_tensors(short)]
+    times = [
+        (math.prod(tensor.shape), 58 if ".layers.3." in tensor.name else 1) for tensor in hf_tensors(short)
+    ]
     assert sum(size * layers for size, layers in times) / 1e9 == pytest.approx(671, abs=0.5)
 
 
 def test_megatron_gets_the_published_settings() -> None:
     settings = megatron_settings(read_architecture(V3))
     chosen = settings.transformer
-    assert {key: chosen[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")} == {
+    assert {
+        key: chosen[key]
+        for key in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    } == {
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_head_dim": 128,
         "qk_pos_emb_head_dim": 64,
         "v_head_dim": 128,
     }
-    assert (chosen["rope_type"], chosen["rotary_scaling_factor"], chosen["original_max_position_embeddings"]) == ("yarn", 40.0, 4096)
-    assert (chosen["mscale"], chosen["mscale_all_dim"], chosen["beta_fast"], chosen["beta_slow"]) == (1.0, 1.0, 32.0, 1.0)
+    assert (
+        chosen["rope_type"],
+        chosen["rotary_scaling_factor"],
+        chosen["original_max_position_embeddings"],
+    ) == ("yarn", 40.0, 4096)
+    assert (chosen["mscale"], chosen["mscale_all_dim"], chosen["beta_fast"], chosen["beta_slow"]) == (
+        1.0,
+        1.0,
+        32.0,
+        1.0,
+    )
     assert chosen["moe_layer_freq"] == [0] * 3 + [1] * 58
     assert settings.model["position_embedding_type"] == "rope" and settings.latent_norm_epsilon is None
     # every default of Megatron-Core's is that of a scaled model
@@ -72,15 +87,27 @@ def test_rotations_that_megatron_has_no_setting_for_are_refused(rope: dict[str, 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.9, None), (None, 0.7), (0.9, 0.7), (2.0, 2.0)])
 @pytest.mark.parametrize("attention_factor", [None, 0.8, 1.0])
-def test_the_attention_factor_is_that_of_transformers(scales: tuple[float | None, float | None], attention_factor: float | None) -> None:
+def test_the_attention_factor_is_that_of_transformers(
+    scales: tuple[float | None, float | None], attention_factor: float | None
+) -> None:
     """The oracle is the function of transformers that makes YaRN's frequencies and factor."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {**DEEPSEEK_YARN, "mscale": scales[0], "mscale_all_dim": scales[1], "attention_factor": attention_factor}
-    config = tiny_config("deepseek_v3", rope_parameters={key: value for key, value in rope.items() if value is not None})
+    rope = {
+        **DEEPSEEK_YARN,
+        "mscale": scales[0],
+        "mscale_all_dim": scales[1],
+        "attention_factor": attention_factor,
+    }
+    config = tiny_config(
+        "deepseek_v3", rope_parameters={key: value for key, value in rope.items() if value is not None}
+    )
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](config)
     chosen = latent_settings(read_architecture(config))
-    scale, of_all = (0.1 * chosen[key] * math.log(chosen["rotary_scaling_factor"]) + 1.0 for key in ("mscale", "mscale_all_dim"))
+    scale, of_all = (
+        0.1 * chosen[key] * math.log(chosen["rotary_scaling_factor"]) + 1.0
+        for key in ("mscale", "mscale_all_dim")
+    )
     assert scale / of_all == pytest.approx(expected, rel=1e-12)
 
 

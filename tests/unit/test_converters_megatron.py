@@ -33,8 +33,11 @@ from tests.unit.converters_tiny import CONFIGS, DEEPSEEK_YARN, save_tiny, stored
 
 pytestmark = newest_megatron
 
-# Megatron-Core's own specs have no gated delta net without kernels: hybrids are compared in tests/dist/test_training.py
-CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS if not name.startswith(("qwen3_next", "qwen3_5"))} | {
+# Megatron-Core's own specs have no gated delta net without kernels: hybrids are compared in
+# tests/dist/test_training.py
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in CONFIGS if not name.startswith(("qwen3_next", "qwen3_5"))
+} | {
     "llama3_rope": (
         "llama",
         {
@@ -65,15 +68,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CON
         # so short that some frequencies are left alone, some divided and some in between
         for name, low, high, original in (("short", 1.0, 4.0, 16), ("of_other_bounds", 0.5, 7.0, 40))
     },
-    "linear_rope": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    "linear_rope": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
+    ),
     "yarn_rope": (
         "qwen3",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
     ),
     "window_of_one": ("mistral", {"sliding_window": 1}),
     "window_of_almost_all": ("mistral", {"sliding_window": 36}),
-    "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
-    "qwen3_moe_every_second": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3_moe_every_second": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "norm_topk_prob": False, "num_experts_per_tok": 1},
+    ),
     "qwen3_moe_all_dense": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
     "qwen3_moe_all_experts": ("qwen3_moe", {"num_experts_per_tok": 7}),
     "qwen2_moe_without_biases": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
@@ -90,18 +109,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CON
             "groups_of_two": {"n_group": 6, "topk_group": 3, "num_experts_per_tok": 6},
             "not_normalized": {"norm_topk_prob": False},
             "top_1": {"num_experts_per_tok": 1},
-            "top_1_not_normalized": {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+            "top_1_not_normalized": {
+                "num_experts_per_tok": 1,
+                "norm_topk_prob": False,
+                "n_group": 1,
+                "topk_group": 1,
+            },
             "three_of_two_groups": {"num_experts_per_tok": 3},
             "all_dense": {"first_k_dense_replace": 3},
             "whole_rotation": {"partial_rotary_factor": 1.0, "use_qk_norm": True},
-            "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5, "partial_rotary_factor": 0.4}},
+            "linear_rope": {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 10000.0,
+                    "factor": 2.5,
+                    "partial_rotary_factor": 0.4,
+                }
+            },
         }.items()
     },
     **{
         f"deepseek_{name}": (f"deepseek_{name[:2]}", changes)
         for name, changes in {
             "v2_yarn": {"rope_parameters": DEEPSEEK_YARN},
-            "v2_groups_of_six": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "q_lora_rank": 16},
+            "v2_groups_of_six": {
+                "topk_method": "group_limited_greedy",
+                "n_group": 2,
+                "topk_group": 1,
+                "q_lora_rank": 16,
+            },
             "v3_yarn": {"rope_parameters": DEEPSEEK_YARN, "rms_norm_eps": 1e-2},
             "v3_yarn_one_scale": {"rope_parameters": {**DEEPSEEK_YARN, "mscale": None}},
             "v3_yarn_other_scale": {"rope_parameters": {**DEEPSEEK_YARN, "mscale_all_dim": None}},
@@ -128,7 +164,8 @@ def one_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Core builds constants on the current CUDA device and switches CUDA generators around dropout; here both are the CPU's."""
+    """Megatron-Core builds constants on the current CUDA device and switches CUDA generators around dropout;
+    here both are the CPU's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(get_cuda_rng_tracker(), "fork", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
@@ -153,9 +190,12 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         setattr(config, key, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer, layer_spec in enumerate(spec.layer_specs):
-        if architecture.latent_attention is not None:  # what Megatron-Core has for it wants keys and values of one width
+        if (
+            architecture.latent_attention is not None
+        ):  # what Megatron-Core has for it wants keys and values of one width
             layer_spec.submodules.self_attention.submodules.core_attention = PortableAttention
-            # from 0.19 on it wants no norm of latents without Transformer Engine, unless queries come from one too
+            # from 0.19 on it wants no norm of latents without Transformer Engine, unless queries come from
+            # one too
             layer_spec.submodules.self_attention.module = LatentSelfAttention
         if settings.routing is not None and architecture.is_sparse(layer):
             with_our_router(layer_spec.submodules.mlp)
@@ -163,16 +203,22 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     scale_rotary_like_llama3(megatron, settings.llama3)
     set_latent_norm_epsilon(megatron, settings.latent_norm_epsilon)
     experts = [
-        layer.layer_number - 1 for layer in megatron.decoder.layers if isinstance(getattr(layer.mlp, "experts", None), SequentialMLP)
+        layer.layer_number - 1
+        for layer in megatron.decoder.layers
+        if isinstance(getattr(layer.mlp, "experts", None), SequentialMLP)
     ]
     assert experts == [layer for layer in range(3) if architecture.is_sparse(layer)]
     teach_routing([megatron], architecture)
     parameters = dict(megatron.named_parameters())
-    parameters |= {name: buffer for name, buffer in megatron.named_buffers() if name.endswith("router.expert_bias")}
+    parameters |= {
+        name: buffer for name, buffer in megatron.named_buffers() if name.endswith("router.expert_bias")
+    }
     assert sorted(parameters) == sorted(rule.megatron_name for rule in all_rules(architecture))
     with torch.no_grad():
         for parameter_name, parameter in parameters.items():
-            parameter.copy_(load_shard(rule_for(parameter_name, architecture), source, architecture, padded_vocab=104))
+            parameter.copy_(
+                load_shard(rule_for(parameter_name, architecture), source, architecture, padded_vocab=104)
+            )
         ids = torch.randint(0, 101, (2, 37), generator=torch.Generator().manual_seed(11))
         positions = torch.arange(37)[None].expand(2, -1)
         mask = torch.ones(37, 37, dtype=torch.bool).triu(1)[None, None]

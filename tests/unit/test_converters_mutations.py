@@ -1,4 +1,5 @@
-"""What verify has to find in weights of every family, by name, and what import has to miss: generated from the rules of the family."""
+"""What verify has to find in weights of every family, by name, and what import has to miss: generated from
+the rules of the family."""
 
 from __future__ import annotations
 
@@ -28,9 +29,18 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import config_of
 
 pytestmark = newest_megatron
-BIASED = ("deepseek_v3", "glm4_moe", "gpt_oss", "llama_all_biases", "qwen2", "qwen2_moe_mixed_tied", "seed_oss")
+BIASED = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama_all_biases",
+    "qwen2",
+    "qwen2_moe_mixed_tied",
+    "seed_oss",
+)
 FEW = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-# a tiny model of each family, with biases wherever it may have some, and few experts: each of them is a name to be tried
+# a tiny model of each family, with biases wherever it may have some, and few experts: each of them is a name
+# to be tried
 MODELS: dict[str, dict[str, object]] = {
     "deepseek_v2": {**FEW, "q_lora_rank": 18},
     "deepseek_v3": FEW,
@@ -57,7 +67,8 @@ Mutation = tuple[list[HuggingFaceTensor], Callable[[list[Tensor]], None]]
 
 
 def test_no_family_is_left_out() -> None:
-    """Those that are another family by another name have its rules; so has the text of those that also see (``test_seeing``)."""
+    """Those that are another family by another name have its rules; so has the text of those that also see
+    (``test_seeing``)."""
     own = {name for name, family in FAMILIES.items() if family.config_like is None and not family.sees}
     assert {tiny_config(name).model_type for name in MODELS} == own
 
@@ -78,7 +89,9 @@ def roll(tensors: list[Tensor], count: int, size: int | None = None) -> None:
 
 def to_next_layer(tensors: list[Tensor]) -> None:
     """Off by one: every layer has what the one before it should have."""
-    for tensor, before in zip(tensors, [tensor.clone() for tensor in (tensors[-1], *tensors[:-1])], strict=True):
+    for tensor, before in zip(
+        tensors, [tensor.clone() for tensor in (tensors[-1], *tensors[:-1])], strict=True
+    ):
         tensor.copy_(before)
 
 
@@ -104,7 +117,9 @@ def mutations(architecture: Architecture) -> Iterator[tuple[str, Mutation]]:
     else:
         latent = architecture.latent_attention
         heads, keys = latent.qk_nope_head_dim + latent.v_head_dim, latent.qk_nope_head_dim
-        up, query = (rules[f"decoder.layers.1.self_attention.linear_{name}_up_proj.weight"] for name in ("kv", "q"))
+        up, query = (
+            rules[f"decoder.layers.1.self_attention.linear_{name}_up_proj.weight"] for name in ("kv", "q")
+        )
         yield "key and value", ([*up.parts], partial(roll, count=keys, size=heads))
         yield "a rotated head", ([*query.parts], partial(roll, count=1, size=latent.qk_head_dim))
         down = rules["decoder.layers.2.self_attention.linear_kv_down_proj.weight"]
@@ -114,10 +129,14 @@ def mutations(architecture: Architecture) -> Iterator[tuple[str, Mutation]]:
         yield "sinks of two heads", ([*sinks.parts], partial(roll, count=1))
     if architecture.mixture is not None:
         yield from expert_mutations(architecture, rules)
-    norms = [rules[f"decoder.layers.{layer}.input_layernorm.weight"].parts[0] for layer in range(architecture.num_layers)]
+    norms = [
+        rules[f"decoder.layers.{layer}.input_layernorm.weight"].parts[0]
+        for layer in range(architecture.num_layers)
+    ]
     yield "layers off by one", (norms, to_next_layer)
     projection = (
-        rules.get("decoder.layers.2.self_attention.linear_proj.weight") or rules["decoder.layers.1.self_attention.linear_proj.weight"]
+        rules.get("decoder.layers.2.self_attention.linear_proj.weight")
+        or rules["decoder.layers.1.self_attention.linear_proj.weight"]
     )
     yield "one ulp", ([*projection.parts], one_ulp)
     yield "the next token", ([*rules["embedding.word_embeddings.weight"].parts], partial(roll, count=1))
@@ -133,7 +152,10 @@ def expert_mutations(architecture: Architecture, rules: Mapping[str, Rule]) -> I
             yield f"two experts: {parts[0].name}", ([*parts], exchange)
     for name in ("weight", "bias", "expert_bias"):
         if f"{block}router.{name}" in rules:
-            yield f"two experts: router {name}", ([*rules[f"{block}router.{name}"].parts], partial(roll, count=1))
+            yield (
+                f"two experts: router {name}",
+                ([*rules[f"{block}router.{name}"].parts], partial(roll, count=1)),
+            )
 
 
 def view(tensors: Tensors, part: HuggingFaceTensor) -> Tensor:
@@ -152,22 +174,32 @@ def test_verify_names_every_mutation(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", name, **MODELS[name])
     import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
     export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "back")
-    assert verify(open_any(tmp_path / "hf"), open_any(tmp_path / "mcore")) == [] == verify(open_any(tmp_path / "back"))
+    assert (
+        verify(open_any(tmp_path / "hf"), open_any(tmp_path / "mcore"))
+        == []
+        == verify(open_any(tmp_path / "back"))
+    )
     architecture = read_architecture(config_of(tmp_path / "hf"))
     tensors, changed = stored_tensors(tmp_path / "hf"), []
     for mutation, (parts, change) in mutations(architecture):
         assert not {part.name for part in parts} & set(changed), mutation
         before = [view(tensors, part).clone() for part in parts]
         change([view(tensors, part) for part in parts])
-        assert not any(map(torch.equal, before, [view(tensors, part) for part in parts])), f"{mutation} changes nothing"
+        assert not any(map(torch.equal, before, [view(tensors, part) for part in parts])), (
+            f"{mutation} changes nothing"
+        )
         changed += [part.name for part in parts]
     assert len(changed) >= 9
     for directory in ("hf", "back"):
         write(tmp_path / directory, tensors)
     found = verify(open_any(tmp_path / "hf"), open_any(tmp_path / "mcore"))
-    assert {(each.kind, each.name) for each in found} == {("values", name) for name in changed} and len(found) == len(changed)
+    assert {(each.kind, each.name) for each in found} == {("values", name) for name in changed} and len(
+        found
+    ) == len(changed)
     hashes = verify(open_any(tmp_path / "back"))
-    assert {(each.kind, each.name) for each in hashes} == {("hash", name) for name in changed} and len(hashes) == len(changed)
+    assert {(each.kind, each.name) for each in hashes} == {("hash", name) for name in changed} and len(
+        hashes
+    ) == len(changed)
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -179,10 +211,16 @@ def test_verify_names_every_dropped_bias(name: str, tmp_path: Path) -> None:
     assert biases
     write(tmp_path / "hf", {key: tensor for key, tensor in tensors.items() if key not in biases})
     found = verify(open_any(tmp_path / "mcore"), open_any(tmp_path / "hf"))
-    assert {each.text.split()[1] for each in found if each.text.startswith("missing: ")} == set(biases) and len(found) == len(biases)
+    assert {each.text.split()[1] for each in found if each.text.startswith("missing: ")} == set(
+        biases
+    ) and len(found) == len(biases)
 
 
-FIRST_LAYER = {"ministral": "sliding_attention", "qwen3_next": "linear_attention", "qwen3_5": "linear_attention"}
+FIRST_LAYER = {
+    "ministral": "sliding_attention",
+    "qwen3_next": "linear_attention",
+    "qwen3_5": "linear_attention",
+}
 
 
 @sampled(1)

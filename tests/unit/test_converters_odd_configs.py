@@ -54,7 +54,11 @@ def test_odd_values_never_end_in_anything_else(family: str, data: st.DataObject)
 
 def test_every_built_in_family_is_there() -> None:
     # the text of a model that also sees has a family of its own
-    plain = {name for name, family in FAMILIES.items() if not (name.startswith("user") or family.config_like or family.may_be_nested)}
+    plain = {
+        name
+        for name, family in FAMILIES.items()
+        if not (name.startswith("user") or family.config_like or family.may_be_nested)
+    }
     assert set(FULL) >= plain
 
 
@@ -93,8 +97,13 @@ def test_the_command_says_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "[" * 200 + "]" * 200 + "}", "[]", "{", "\ud800", '{"a": ' + "1" * 5000 + "}"])
-def test_files_that_are_no_config(text: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a": ' + "[" * 200 + "]" * 200 + "}", "[]", "{", "\ud800", '{"a": ' + "1" * 5000 + "}"],
+)
+def test_files_that_are_no_config(
+    text: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").symlink_to(hf / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -102,7 +111,9 @@ def test_files_that_are_no_config(text: str, hf: Path, tmp_path: Path, capsys: p
     assert "config.json" in capsys.readouterr().err
 
 
-def test_layers_without_a_tensor_of_their_own_are_refused_before_rules_are_made(hf: Path, tmp_path: Path, capsys: Any) -> None:
+def test_layers_without_a_tensor_of_their_own_are_refused_before_rules_are_made(
+    hf: Path, tmp_path: Path, capsys: Any
+) -> None:
     """In the other format too, where layers are stacked."""
     assert main(["import", str(hf), str(tmp_path / "mcore")]) == 0
     config = tmp_path / "mcore" / "huggingface" / "config.json"

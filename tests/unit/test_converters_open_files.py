@@ -42,7 +42,20 @@ def test_a_conversion_of_more_files_than_may_be_open(
     save_tiny(tmp_path / "whole", "qwen3_moe")
     assert main(["import", str(tmp_path / "whole"), str(tmp_path / "mcore")]) == 0
     assert len(list((tmp_path / "mcore").glob("*_0.distcp"))) > few_files
-    assert main(["export", str(tmp_path / "mcore"), str(tmp_path / "many"), "--max-shard-size", "1", "--workers", "4"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "mcore"),
+                str(tmp_path / "many"),
+                "--max-shard-size",
+                "1",
+                "--workers",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > few_files
     assert main(["import", str(tmp_path / "many"), str(tmp_path / "again"), "--workers", "4"]) == 0
     assert main(["verify", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
@@ -71,10 +84,16 @@ def test_a_file_that_was_replaced_meanwhile_is_not_read(files: list[Path]) -> No
     with opened.use(files[0]):
         pass
     files[1].rename(files[0])
-    with pytest.raises(ConversionError, match=f"{files[0]} has changed while it was in use"), opened.use(files[0]):
+    with (
+        pytest.raises(ConversionError, match=f"{files[0]} has changed while it was in use"),
+        opened.use(files[0]),
+    ):
         pass
 
 
 def test_what_cannot_be_opened(files: list[Path]) -> None:
-    with pytest.raises(ConversionError, match="nowhere cannot be read"), OpenFiles().use(files[0].parent / "nowhere"):
+    with (
+        pytest.raises(ConversionError, match="nowhere cannot be read"),
+        OpenFiles().use(files[0].parent / "nowhere"),
+    ):
         pass

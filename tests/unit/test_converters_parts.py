@@ -1,4 +1,5 @@
-"""A conversion shared by several calls, one after the other or at once; and what an interrupted call says and leaves."""
+"""A conversion shared by several calls, one after the other or at once; and what an interrupted call says and
+leaves."""
 
 from __future__ import annotations
 
@@ -62,7 +63,15 @@ class Shared:
         return self.call("--part", which, *more)
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "converters", self.action, str(self.source), str(self.target), *self.options]
+        return [
+            sys.executable,
+            "-m",
+            "converters",
+            self.action,
+            str(self.source),
+            str(self.target),
+            *self.options,
+        ]
 
     def left(self) -> list[str]:
         """What stands where the target is made."""
@@ -71,7 +80,8 @@ class Shared:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in either format, made of several files by one call: ``hf``, ``import``; ``import``, ``export``."""
+    """A model in either format, made of several files by one call: ``hf``, ``import``; ``import``,
+    ``export``."""
     place = tmp_path_factory.mktemp("models")
     save_tiny(place / "hf", "qwen3_moe")
     (place / "hf" / "tokenizer.json").write_text('{"a": 1}')
@@ -96,12 +106,16 @@ def shared(request: pytest.FixtureRequest, models: Path, tmp_path: Path) -> Shar
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations("123")])
-def test_parts_in_any_order_make_the_same_bytes(order: tuple[str, ...], shared: Shared, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_in_any_order_make_the_same_bytes(
+    order: tuple[str, ...], shared: Shared, capsys: pytest.CaptureFixture[str]
+) -> None:
     for done, which in enumerate(order, 1):
         assert not shared.target.exists()
         capsys.readouterr()
         assert shared.part(f"{which}/3", "--json") == 0
-        assert sorted(json.loads(capsys.readouterr().out).get("waits_for", [])) == sorted(map(int, order[done:]))
+        assert sorted(json.loads(capsys.readouterr().out).get("waits_for", [])) == sorted(
+            map(int, order[done:])
+        )
     assert contents(shared.target) == contents(shared.complete)
     assert shared.left() == ["out"]
 
@@ -115,7 +129,10 @@ def test_parts_write_their_own_files_alone(shared: Shared) -> None:
 @pytest.mark.parametrize("shared", ["export"], indirect=True)
 def test_parts_at_once(shared: Shared) -> None:
     """Each in a process of its own."""
-    running = [subprocess.Popen([*shared.command(), "--part", f"{which}/2"], stderr=subprocess.PIPE, text=True) for which in (1, 2)]
+    running = [
+        subprocess.Popen([*shared.command(), "--part", f"{which}/2"], stderr=subprocess.PIPE, text=True)
+        for which in (1, 2)
+    ]
     errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], errors
     assert contents(shared.target) == contents(shared.complete)
@@ -139,7 +156,9 @@ def test_parts_at_once_in_one_process(shared: Shared) -> None:
     assert shared.left() == ["out"]
 
 
-def test_a_killed_part_is_done_again(shared: Shared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_part_is_done_again(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -239,7 +258,9 @@ def test_the_header_of_a_file_of_another_part(shared: Shared, capsys: pytest.Cap
         ([], "holds parts of this work (.journal-1-of-3.jsonl)"),
     ],
 )
-def test_calls_that_do_not_belong_together(more: list[str], said: str, shared: Shared, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_do_not_belong_together(
+    more: list[str], said: str, shared: Shared, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert shared.part("1/3") == 0
     before = contents(shared.partial)
     assert shared.call(*more) == 2
@@ -251,14 +272,18 @@ def test_calls_that_do_not_belong_together(more: list[str], said: str, shared: S
 
 
 @pytest.mark.parametrize("shared", ["export"], indirect=True)
-def test_parts_of_an_export_with_other_files(shared: Shared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_an_export_with_other_files(
+    shared: Shared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last part writes them, so that all have to mean the same ones."""
     assert shared.part("1/2") == 0
     other = tmp_path / "other"
     shutil.copytree(shared.source / "huggingface", other)
     (other / "chat_template.jinja").write_text("{{ x }}")
     assert shared.part("2/2", "--hf-config", str(other)) == 2
-    assert ".journal-1-of-2.jsonl was planned otherwise: the files beside the weights" in capsys.readouterr().err
+    assert (
+        ".journal-1-of-2.jsonl was planned otherwise: the files beside the weights" in capsys.readouterr().err
+    )
 
 
 def test_the_only_part_that_began_may_change_its_mind(shared: Shared) -> None:
@@ -284,7 +309,10 @@ def test_an_interrupted_part_says_what_it_left(
     with monkeypatch.context() as patch:
         patch.setattr("converters.checkpoint.work.RunOptions.parts_to_wait_for", interrupted)
         assert shared.part("2/2") == INTERRUPTED
-    assert ".out.partial keeps 0.00 GB of finished work, with which the same command goes on" in capsys.readouterr().err
+    assert (
+        ".out.partial keeps 0.00 GB of finished work, with which the same command goes on"
+        in capsys.readouterr().err
+    )
     assert shared.left() == [".out.partial"]
     assert shared.part("2/2", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
@@ -308,7 +336,9 @@ def test_an_interrupted_part_that_had_finished_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Conversion, "write", interrupted)
         assert shared.part("1/2") == INTERRUPTED
-    assert ".out.partial keeps 0.00 GB of finished work" in capsys.readouterr().err and shared.left() == [".out.partial"]
+    assert ".out.partial keeps 0.00 GB of finished work" in capsys.readouterr().err and shared.left() == [
+        ".out.partial"
+    ]
     assert shared.part("1/2") == 0
     assert contents(shared.target) == contents(shared.complete)
 
@@ -348,7 +378,10 @@ def test_an_interrupted_call_says_what_it_left(
     with monkeypatch.context() as patch:
         patch.setattr(Conversion, "finish", interrupted)
         assert shared.call() == INTERRUPTED
-    assert ".out.partial keeps 0.00 GB of finished work, with which the same command goes on" in capsys.readouterr().err
+    assert (
+        ".out.partial keeps 0.00 GB of finished work, with which the same command goes on"
+        in capsys.readouterr().err
+    )
     assert shared.left() == [".out.partial"]
     assert shared.call("--json") == 0
     facts = json.loads(capsys.readouterr().out)

@@ -1,4 +1,5 @@
-"""No pickle is read by the converters but through the reader that knows a few names: watched in programs of their own."""
+"""No pickle is read by the converters but through the reader that knows a few names: watched in programs of
+their own."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def watched(commands: list[list[str]], directory: Path) -> tuple[list[int], str,
         check=True,
     )
     assert watch.watched()
-    return [int(line) for line in done.stdout.splitlines() if line.isdigit()], done.stdout + done.stderr, watch
+    return (
+        [int(line) for line in done.stdout.splitlines() if line.isdigit()],
+        done.stdout + done.stderr,
+        watch,
+    )
 
 
 @pytest.fixture
@@ -65,13 +70,17 @@ def megatron(tmp_path: Path) -> Path:
 
 @slow
 def test_nothing_that_converters_read_is_unpickled(tmp_path: Path, megatron: Path) -> None:
-    """All kinds of what they read: Hugging Face, our own, and a checkpoint of Megatron-LM with its arguments and objects; and payloads in
-    each file of it that is a pickle."""
+    """All kinds of what they read: Hugging Face, our own, and a checkpoint of Megatron-LM with its arguments
+    and objects; and payloads in each file of it that is a pickle."""
     hf, foreign = str(tmp_path / "hf"), megatron_lm(tmp_path / "foreign", "llama")
     assert main(["import", hf, str(megatron)]) == 0
     poisoned, ran = [], tmp_path / "ran"
     for source in (megatron, foreign):
-        for file in sorted(path for path in source.rglob("*") if path.is_file() and path.suffix in {".pt", ".pth", ".metadata", ""}):
+        for file in sorted(
+            path
+            for path in source.rglob("*")
+            if path.is_file() and path.suffix in {".pt", ".pth", ".metadata", ""}
+        ):
             content = pickle.dumps(Payload(ran))
             if file.suffix in {".pt", ".pth"}:
                 stream = io.BytesIO()

@@ -1,4 +1,5 @@
-"""Every published config.json that a family knows is converted there and back; every other one is refused with its true reason."""
+"""Every published config.json that a family knows is converted there and back; every other one is refused
+with its true reason."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ REFUSED: dict[str, str] = {
     "Phi-4": r"model_type = 'phi3'.*fused",
     "Qwen2.5-1M": r"dual_chunk_attention_config",
     "Qwen2.5-7B-Instruct-AWQ": r"quantization_config.*awq",
-    "Qwen3-8B__yarn_attention_factor": r"attention_factor = 1\.0: Megatron-Core computes it from factor and mscale",
+    "Qwen3-8B__yarn_attention_factor": (
+        r"attention_factor = 1\.0: Megatron-Core computes it from factor and "
+        r"mscale"
+    ),
     "Yarn-Llama-2-7b-64k": r"auto_map",
     "gemma-2-9b": r"model_type = 'gemma2'.*soft",
 }
@@ -66,7 +70,9 @@ def test_a_published_model_there_and_back(name: str, tmp_path: Path) -> None:
     found = stored_tensors(back)
     assert set(found) == set(expected)
     for tensor_name, tensor in expected.items():
-        assert found[tensor_name].dtype == tensor.dtype and torch.equal(found[tensor_name], tensor), tensor_name
+        assert found[tensor_name].dtype == tensor.dtype and torch.equal(found[tensor_name], tensor), (
+            tensor_name
+        )
     assert (hf / "config.json").read_bytes() == text
     described = json.loads(text)
     if described.get("quantization_config"):
@@ -103,9 +109,15 @@ def cut_if_flat(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
 def test_the_text_part_of_a_published_model_that_sees_is_read(name: str) -> None:
-    """With positions in three sections, which are one in a text, and without a width of dense layers where there are none."""
+    """With positions in three sections, which are one in a text, and without a width of dense layers where
+    there are none."""
     text = published(name)["text_config"]
     architecture = read_architecture(text)
-    assert architecture.rotary_fraction == 0.25 and architecture.output_gate and architecture.zero_centered_norms
-    assert architecture.gated_delta is not None and architecture.gated_delta.layers.count(False) * 4 == architecture.num_layers
+    assert (
+        architecture.rotary_fraction == 0.25 and architecture.output_gate and architecture.zero_centered_norms
+    )
+    assert (
+        architecture.gated_delta is not None
+        and architecture.gated_delta.layers.count(False) * 4 == architecture.num_layers
+    )
     assert (architecture.prediction_layers, architecture.num_experts) == (1, text.get("num_experts", 0))

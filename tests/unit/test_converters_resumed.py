@@ -1,4 +1,5 @@
-"""Taking up unfinished work: by several workers, and not without a word where something else is asked for now."""
+"""Taking up unfinished work: by several workers, and not without a word where something else is asked for
+now."""
 
 from __future__ import annotations
 
@@ -44,12 +45,20 @@ def hf(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def bring_in(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> ConversionResult:
-    return import_model(plan_import(open_source(source), **plan_options), target, RunOptions(progress=progress))
+def bring_in(
+    source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any
+) -> ConversionResult:
+    return import_model(
+        plan_import(open_source(source), **plan_options), target, RunOptions(progress=progress)
+    )
 
 
-def bring_out(source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any) -> ConversionResult:
-    return export_model(plan_export(open_megatron(source), **plan_options), target, RunOptions(progress=progress))
+def bring_out(
+    source: Path, target: Path, progress: io.StringIO | None = None, **plan_options: Any
+) -> ConversionResult:
+    return export_model(
+        plan_export(open_megatron(source), **plan_options), target, RunOptions(progress=progress)
+    )
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
@@ -83,7 +92,12 @@ def another_epsilon(hf: Path) -> None:
     ],
 )
 def test_an_import_that_starts_anew_says_why(
-    options: dict[str, Any], change: Callable[[Path], None] | None, changed: list[str], hf: Path, tmp_path: Path, monkeypatch: Any
+    options: dict[str, Any],
+    change: Callable[[Path], None] | None,
+    changed: list[str],
+    hf: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
     kill(monkeypatch, lambda: bring_in(hf, tmp_path / "out"))
     if change is not None:
@@ -91,12 +105,17 @@ def test_an_import_that_starts_anew_says_why(
     said = io.StringIO()
     outcome = bring_in(hf, tmp_path / "out", said, **options)
     assert outcome.resumed == 0 and outcome.notes["started_anew_because_of"] == changed
-    assert f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}\n" in said.getvalue()
+    assert (
+        f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}\n"
+        in said.getvalue()
+    )
     assert "started_anew" not in (tmp_path / "out" / "conversion.json").read_text()
     assert verify(open_any(tmp_path / "out")) == []
 
 
-def test_an_export_that_starts_anew_says_why(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_starts_anew_says_why(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bring_in(hf, tmp_path / "mcore")
     kill(monkeypatch, lambda: bring_out(tmp_path / "mcore", tmp_path / "out"))
     outcome = bring_out(tmp_path / "mcore", tmp_path / "out", dtype=torch.float16)
@@ -107,7 +126,9 @@ def test_an_export_that_starts_anew_says_why(hf: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_what_decides_nothing_starts_nothing_anew(direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_nothing_starts_nothing_anew(
+    direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time of change of a config, and the config of a tokenizer."""
     bring_in(hf, tmp_path / "mcore")
     places = {"import": hf, "export": tmp_path / "mcore" / "huggingface"}
@@ -129,23 +150,34 @@ def test_a_config_that_changes_meanwhile_is_not_copied(direction: str, hf: Path,
     if direction == "import":
         plan = plan_import(open_source(hf))
         another_epsilon(hf)
-        with pytest.raises(ConversionError, match=r"config\.json was changed while the weights were converted"):
+        with pytest.raises(
+            ConversionError, match=r"config\.json was changed while the weights were converted"
+        ):
             import_model(plan, tmp_path / "out")
     else:
         checkpoint = plan_export(open_megatron(tmp_path / "mcore"))
         another_epsilon(tmp_path / "mcore" / "huggingface")
-        with pytest.raises(ConversionError, match=r"config\.json was changed while the weights were converted"):
+        with pytest.raises(
+            ConversionError, match=r"config\.json was changed while the weights were converted"
+        ):
             export_model(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_work_goes_on_once_a_config_is_back(direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_goes_on_once_a_config_is_back(
+    direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A config that changes after the last byte costs no finished work."""
     bring_in(hf, tmp_path / "mcore")
     module, name, place, run = {
         "import": (importing, "finish_checkpoint", hf, lambda: bring_in(hf, tmp_path / "out")),
-        "export": (exporting, "index_of", tmp_path / "mcore" / "huggingface", lambda: bring_out(tmp_path / "mcore", tmp_path / "out")),
+        "export": (
+            exporting,
+            "index_of",
+            tmp_path / "mcore" / "huggingface",
+            lambda: bring_out(tmp_path / "mcore", tmp_path / "out"),
+        ),
     }[direction]
     text, original = (place / "config.json").read_bytes(), getattr(module, name)
 
@@ -157,7 +189,8 @@ def test_work_goes_on_once_a_config_is_back(direction: str, hf: Path, tmp_path: 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, changed)
         with pytest.raises(
-            ConversionError, match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished"
+            ConversionError,
+            match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished",
         ):
             run()
     assert not (tmp_path / "out").exists()
@@ -167,10 +200,15 @@ def test_work_goes_on_once_a_config_is_back(direction: str, hf: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_workers_share_the_check(direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_check(
+    direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two pieces are under way at once, or the first waits in vain for the second."""
     bring_in(hf, tmp_path / "mcore")
-    run = {"import": lambda: bring_in(hf, tmp_path / "out"), "export": lambda: bring_out(tmp_path / "mcore", tmp_path / "out")}[direction]
+    run = {
+        "import": lambda: bring_in(hf, tmp_path / "out"),
+        "export": lambda: bring_out(tmp_path / "mcore", tmp_path / "out"),
+    }[direction]
     kill(monkeypatch, run)
     both, met = threading.Barrier(2, timeout=30), threading.Event()
     module, name = {"import": (importing, "read_item"), "export": (exporting, "read_box")}[direction]

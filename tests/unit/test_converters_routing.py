@@ -1,4 +1,5 @@
-"""Routers that take sigmoids, groups of experts, and biases that correct the choice: facts, settings, and dtypes."""
+"""Routers that take sigmoids, groups of experts, and biases that correct the choice: facts, settings, and
+dtypes."""
 
 from __future__ import annotations
 
@@ -36,10 +37,19 @@ def spread(weights: Tensor, experts: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("groups", "kept", "chosen"), [(1, 1, 3), (4, 2, 4), (4, 2, 3), (6, 5, 7), (3, 1, 1), (3, 3, 5)])
-def test_sigmoids_in_groups_are_those_of_transformers(groups: int, kept: int, chosen: int, normalized: bool) -> None:
+@pytest.mark.parametrize(
+    ("groups", "kept", "chosen"), [(1, 1, 3), (4, 2, 4), (4, 2, 3), (6, 5, 7), (3, 1, 1), (3, 3, 5)]
+)
+def test_sigmoids_in_groups_are_those_of_transformers(
+    groups: int, kept: int, chosen: int, normalized: bool
+) -> None:
     config = tiny_config(
-        "glm4_moe", num_experts_per_tok=chosen, n_group=groups, topk_group=kept, norm_topk_prob=normalized, routed_scaling_factor=2.5
+        "glm4_moe",
+        num_experts_per_tok=chosen,
+        n_group=groups,
+        topk_group=kept,
+        norm_topk_prob=normalized,
+        routed_scaling_factor=2.5,
     )
     router = Glm4MoeTopkRouter(config)
     torch.manual_seed(groups + kept + chosen)
@@ -49,13 +59,17 @@ def test_sigmoids_in_groups_are_those_of_transformers(groups: int, kept: int, ch
     logits, weights, experts = router(hidden)
     mixture = read_architecture(config).mixture
     assert mixture is not None
-    mine, went_to = choose(logits, chosen, mixture.routing, normalized=normalized, correction_bias=router.e_score_correction_bias)
+    mine, went_to = choose(
+        logits, chosen, mixture.routing, normalized=normalized, correction_bias=router.e_score_correction_bias
+    )
     torch.testing.assert_close(mine, spread(weights, experts, 12))
     assert torch.equal(went_to, mine > 0) and (went_to.sum(1) == chosen).all()
     # the bias decides on experts, and groups keep tokens from some
     without, _ = choose(logits, chosen, mixture.routing, normalized=normalized)
     assert not torch.equal(without, mine)
-    (coefficients,) = torch.autograd.grad((weights * torch.arange(chosen)).sum(), router.weight, retain_graph=True)
+    (coefficients,) = torch.autograd.grad(
+        (weights * torch.arange(chosen)).sum(), router.weight, retain_graph=True
+    )
     positions = spread(torch.arange(chosen).float().expand(50, -1), experts, 12)
     (own,) = torch.autograd.grad((mine * positions).sum(), router.weight)
     torch.testing.assert_close(own, coefficients)
@@ -89,7 +103,9 @@ def test_softmax_in_groups_is_that_of_transformers(groups: int, kept: int, chose
 @pytest.mark.parametrize("chosen", range(1, 7))
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 1), (4, 2), (3, 2), (4, 4)])
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
-def test_megatron_chooses_where_its_choice_is_the_same(score: Any, groups: int, kept: int, chosen: int, normalized: bool) -> None:
+def test_megatron_chooses_where_its_choice_is_the_same(
+    score: Any, groups: int, kept: int, chosen: int, normalized: bool
+) -> None:
     """And only there: what the settings leave to our own choice, Megatron-Core does otherwise."""
     if chosen > kept * 12 // groups:
         pytest.skip("too few experts in the groups")
@@ -101,11 +117,15 @@ def test_megatron_chooses_where_its_choice_is_the_same(score: Any, groups: int, 
     transformer = settings.transformer
     torch.manual_seed(chosen)
     logits, bias = torch.randn(400, 12) * 2, torch.rand(12) - 0.5 if score == "sigmoid" else None
-    grouped = {"num_groups": routing.groups, "group_topk": routing.groups_per_token} if routing.is_grouped else {}
+    grouped = (
+        {"num_groups": routing.groups, "group_topk": routing.groups_per_token} if routing.is_grouped else {}
+    )
     weights, went_to = topk_routing_with_score_function(
         logits,
         chosen,
-        use_pre_softmax=settings.attributes.get("moe_router_pre_softmax", transformer["moe_router_pre_softmax"]),
+        use_pre_softmax=settings.attributes.get(
+            "moe_router_pre_softmax", transformer["moe_router_pre_softmax"]
+        ),
         scaling_factor=transformer["moe_router_topk_scaling_factor"],
         score_function=transformer["moe_router_score_function"],
         expert_bias=bias,
@@ -118,7 +138,13 @@ def test_megatron_chooses_where_its_choice_is_the_same(score: Any, groups: int, 
 
 
 def test_yarn_on_a_part_of_the_head_is_refused_by_megatron_alone() -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.4}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.4,
+    }
     architecture = read_architecture(tiny_config("glm4_moe", rope_parameters=yarn))
     with pytest.raises(ConversionError, match=r"yarn and partial_rotary_factor = 0\.4"):
         megatron_settings(architecture)
@@ -129,7 +155,11 @@ def test_facts_of_the_published_models() -> None:
     routing = Routing("sigmoid", True, 1, 1, 2, 2.5, in_float32=True)
     sparse = (False,) * 3 + (True,) * 89
     assert architecture.mixture == MixtureOfExperts(160, 8, 1536, True, sparse, 0.0, 1536, False, routing)
-    assert (architecture.qkv_bias, architecture.attention_output_bias, architecture.qk_norm) == (True, False, True)
+    assert (architecture.qkv_bias, architecture.attention_output_bias, architecture.qk_norm) == (
+        True,
+        False,
+        True,
+    )
     assert architecture.rotary_fraction == 0.5 and megatron_settings(architecture).routing is None
 
 

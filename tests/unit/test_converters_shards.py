@@ -1,4 +1,5 @@
-"""Layouts: shards equal a slow reference written with loops over heads, and going back gives the same bits."""
+"""Layouts: shards equal a slow reference written with loops over heads, and going back gives the same
+bits."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ from tests.unit.converters_tiny import ALONE, save_tiny, stored_tensors, tiny_co
 pytestmark = newest_megatron
 
 
-def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Architecture, rank: int, size: int, padded: int) -> Tensor:
+def reference_shard(
+    rule: Rule, tensors: dict[str, Tensor], architecture: Architecture, rank: int, size: int, padded: int
+) -> Tensor:
     """One rank's shard, row by row, from the description of the layouts."""
     parts = [tensors[name] for name in rule.hf_names]
     if rule.kind is Kind.REPLICATED:
         return parts[0]
     if rule.kind is Kind.ROW:
         share = parts[0].shape[1] // size
-        return torch.stack([torch.stack([row[rank * share + column] for column in range(share)]) for row in parts[0]])
+        return torch.stack(
+            [torch.stack([row[rank * share + column] for column in range(share)]) for row in parts[0]]
+        )
     rows: list[Tensor] = []
     if rule.kind is Kind.GATED:
         share = parts[0].shape[0] // size
@@ -43,18 +48,29 @@ def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Archit
     if rule.kind is Kind.COLUMN:
         rows = list(parts[0])
     elif rule.kind is Kind.VOCAB:
-        rows = [parts[0][row] if row < parts[0].shape[0] else torch.zeros_like(parts[0][0]) for row in range(padded)]
+        rows = [
+            parts[0][row] if row < parts[0].shape[0] else torch.zeros_like(parts[0][0])
+            for row in range(padded)
+        ]
     elif rule.megatron_name.endswith(("in_proj.weight", "conv1d.weight")):
         rows = gated_delta_rows(rule, parts, architecture)
     else:
         heads_per_group = architecture.num_attention_heads // architecture.num_key_value_heads
         if architecture.output_gate:
-            # each query head has its gate behind it; Megatron-Core wants the gates of a group behind its query heads
+            # each query head has its gate behind it; Megatron-Core wants the gates of a group behind its
+            # query heads
             width = architecture.head_dim
-            heads = [parts[0][head * width : (head + 1) * width] for head in range(2 * architecture.num_attention_heads)]
+            heads = [
+                parts[0][head * width : (head + 1) * width]
+                for head in range(2 * architecture.num_attention_heads)
+            ]
             for group in range(architecture.num_key_value_heads):
                 own = heads[2 * group * heads_per_group : 2 * (group + 1) * heads_per_group]
-                for block in [*own[::2], *own[1::2], *(part[group * width : (group + 1) * width] for part in parts[1:])]:
+                for block in [
+                    *own[::2],
+                    *own[1::2],
+                    *(part[group * width : (group + 1) * width] for part in parts[1:]),
+                ]:
                     rows += list(block)
             share = len(rows) // size
             return torch.stack(rows[rank * share : (rank + 1) * share])
@@ -70,7 +86,8 @@ def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Archit
 
 
 def gated_delta_rows(rule: Rule, parts: list[Tensor], architecture: Architecture) -> list[Tensor]:
-    """Rows key head by key head: query, key, values and, of the projection, gates, step sizes and decays of its value heads."""
+    """Rows key head by key head: query, key, values and, of the projection, gates, step sizes and decays of
+    its value heads."""
     net = architecture.gated_delta
     assert net is not None
     values, gates = net.values // net.key_heads, net.value_heads // net.key_heads
@@ -123,7 +140,13 @@ def test_every_family_equals_the_reference(name: str, tp_size: int) -> None:
 
 
 def test_more_ranks_than_groups_cut_through_a_group() -> None:
-    check_both_ways(dataclasses.replace(read_architecture(tiny_config("llama_one_group")), ffn_hidden_size=54, head_dim=12), 3, 102)
+    check_both_ways(
+        dataclasses.replace(
+            read_architecture(tiny_config("llama_one_group")), ffn_hidden_size=54, head_dim=12
+        ),
+        3,
+        102,
+    )
 
 
 @sampled(8)
@@ -136,10 +159,14 @@ def test_saved_models_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_p
     state = stored_tensors(tmp_path)
     for tp_size, padded in ((1, None), (2, 128)):
         for rule in all_rules(architecture):
-            shards = [load_shard(rule, source, architecture, rank, tp_size, padded) for rank in range(tp_size)]
+            shards = [
+                load_shard(rule, source, architecture, rank, tp_size, padded) for rank in range(tp_size)
+            ]
             for hf_name, tensor in to_hf(rule, shards, architecture):
                 # GLM keeps the bias that corrects the choice of experts in float32
-                assert tensor.dtype == state[hf_name].dtype and (tensor.dtype == dtype or hf_name.endswith("e_score_correction_bias"))
+                assert tensor.dtype == state[hf_name].dtype and (
+                    tensor.dtype == dtype or hf_name.endswith("e_score_correction_bias")
+                )
                 assert torch.equal(tensor.view(torch.uint8), state[hf_name].view(torch.uint8))
 
 
@@ -202,7 +229,9 @@ def test_dtype_is_changed_only_on_request() -> None:
     shard = load_shard(rule, source, architecture, 0, 1, dtype=torch.bfloat16)
     assert shard.dtype == torch.bfloat16
     assert torch.equal(shard, load_shard(rule, source, architecture, 0, 1).bfloat16())
-    source.tensors["model.layers.1.self_attn.k_proj.weight"] = source.tensors["model.layers.1.self_attn.k_proj.weight"].half()
+    source.tensors["model.layers.1.self_attn.k_proj.weight"] = source.tensors[
+        "model.layers.1.self_attn.k_proj.weight"
+    ].half()
     with pytest.raises(ConversionError, match=r"different dtypes[\s\S]*k_proj.weight: torch.float16"):
         load_shard(rule, source, architecture)
     assert load_shard(rule, source, architecture, dtype=torch.float32).dtype == torch.float32
@@ -235,7 +264,9 @@ def test_impossible_cuts_and_wrong_shards_are_refused() -> None:
         load_shard(qkv, source, architecture, 0, 3)
     with pytest.raises(ConversionError, match="rank 2 of 2 does not exist"):
         load_shard(qkv, source, architecture, 2, 2)
-    with pytest.raises(ConversionError, match=r"padded vocabulary 100 is smaller than the vocabulary 101[\s\S]*pad to 102"):
+    with pytest.raises(
+        ConversionError, match=r"padded vocabulary 100 is smaller than the vocabulary 101[\s\S]*pad to 102"
+    ):
         load_shard(embedding, source, architecture, 0, 2, 100)
     shards = [load_shard(qkv, source, architecture, rank, 2) for rank in range(2)]
     with pytest.raises(ConversionError, match=r"shard of rank 0 .*\[50, 42\], expected .*\[100, 42\]"):
@@ -245,7 +276,9 @@ def test_impossible_cuts_and_wrong_shards_are_refused() -> None:
     with pytest.raises(ConversionError, match="no shards given"):
         list(to_hf(qkv, [], architecture))
     source.tensors["model.layers.0.self_attn.v_proj.weight"] = torch.zeros(20, 41)
-    with pytest.raises(ConversionError, match=r"v_proj.weight has shape \[20, 41\], but config.json asks for \[20, 42\]"):
+    with pytest.raises(
+        ConversionError, match=r"v_proj.weight has shape \[20, 41\], but config.json asks for \[20, 42\]"
+    ):
         load_shard(qkv, source, architecture)
 
 
@@ -253,4 +286,6 @@ def test_impossible_cuts_and_wrong_shards_are_refused() -> None:
 @settings(max_examples=100, derandomize=True)
 def test_padded_vocabulary_is_the_smallest_that_fits(vocab: int, tp_size: int, divisible_by: int) -> None:
     padded = padded_vocab_size(vocab, tp_size, divisible_by)
-    assert padded == next(size for size in range(vocab, vocab + tp_size * divisible_by) if size % (tp_size * divisible_by) == 0)
+    assert padded == next(
+        size for size in range(vocab, vocab + tp_size * divisible_by) if size % (tp_size * divisible_by) == 0
+    )

@@ -25,7 +25,9 @@ pytestmark = newest_megatron
 
 
 def write_index(directory: Path, weight_map: Any) -> None:
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,15 @@ def pair(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     }
     save_file({name: tensors[name] for name in ("first", "scalar")}, tmp_path / "a.safetensors")
     save_file({name: tensors[name] for name in ("second", "empty")}, tmp_path / "b.safetensors")
-    write_index(tmp_path, {"first": "a.safetensors", "scalar": "a.safetensors", "second": "b.safetensors", "empty": "b.safetensors"})
+    write_index(
+        tmp_path,
+        {
+            "first": "a.safetensors",
+            "scalar": "a.safetensors",
+            "second": "b.safetensors",
+            "empty": "b.safetensors",
+        },
+    )
     return tmp_path, tensors
 
 
@@ -67,7 +77,9 @@ SLICES = [
 
 
 @pytest.mark.parametrize(("name", "slices"), SLICES)
-def test_slices_are_owned_and_no_larger_than_asked(pair: tuple[Path, dict[str, Tensor]], name: str, slices: Any) -> None:
+def test_slices_are_owned_and_no_larger_than_asked(
+    pair: tuple[Path, dict[str, Tensor]], name: str, slices: Any
+) -> None:
     directory, tensors = pair
     expected = tensors[name] if slices is None else tensors[name][slices]
     read = open_source(directory).read(name, slices)
@@ -76,16 +88,23 @@ def test_slices_are_owned_and_no_larger_than_asked(pair: tuple[Path, dict[str, T
     assert read.untyped_storage().nbytes() == expected.numel() * expected.element_size()
 
 
-@pytest.mark.parametrize("slices", [(slice(0, 6),), (slice(-1, 2),), (slice(3, 2),), (slice(0, 4, 2),), (slice(0, 1),) * 3])
-def test_slices_outside_the_tensor_are_refused(pair: tuple[Path, dict[str, Tensor]], slices: tuple[slice, ...]) -> None:
+@pytest.mark.parametrize(
+    "slices", [(slice(0, 6),), (slice(-1, 2),), (slice(3, 2),), (slice(0, 4, 2),), (slice(0, 1),) * 3]
+)
+def test_slices_outside_the_tensor_are_refused(
+    pair: tuple[Path, dict[str, Tensor]], slices: tuple[slice, ...]
+) -> None:
     with pytest.raises(ConversionError, match=r"first has shape \[5, 7\]"):
         open_source(pair[0]).read("first", slices)
 
 
 def test_a_slice_of_a_huge_tensor_costs_no_memory(tmp_path: Path) -> None:
-    """The tensor is larger than what the process may grow by; the file is sparse, so that it takes no disk."""
+    """The tensor is larger than what the process may grow by; the file is sparse, so that it takes no
+    disk."""
     rows, columns = 1 << 20, 1024
-    header = json.dumps({"huge": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 2 * rows * columns]}}).encode()
+    header = json.dumps(
+        {"huge": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 2 * rows * columns]}}
+    ).encode()
     header += b" " * (-len(header) % 8)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
@@ -117,7 +136,9 @@ def test_a_missing_directory_is_refused_without_asking_the_hub(name: str | Path)
 
 def test_a_hub_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConversionError, match=r"'nobody/no-such-model' \(revision default\).*Fix: check the name"):
+    with pytest.raises(
+        ConversionError, match=r"'nobody/no-such-model' \(revision default\).*Fix: check the name"
+    ):
         open_source("nobody/no-such-model")
     with pytest.raises(ConversionError, match=r"no local directory"):
         open_source("not a valid id!")
@@ -136,7 +157,10 @@ def test_a_hub_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"weight_map": {"first": "a.bin"}}', "is not the plain name"),
         ('{"weight_map": {"first": ".."}}', "is not the plain name"),
         ('{"weight_map": {"first": 3}}', "is not the plain name"),
-        ('{"weight_map": {"first": "c.safetensors", "x": "d.safetensors"}}', r"c.safetensors does not exist[\s\S]*d.safetensors does not"),
+        (
+            '{"weight_map": {"first": "c.safetensors", "x": "d.safetensors"}}',
+            r"c.safetensors does not exist[\s\S]*d.safetensors does not",
+        ),
     ],
 )
 def test_a_bad_index_is_refused(pair: tuple[Path, dict[str, Tensor]], content: str, message: str) -> None:
@@ -145,7 +169,9 @@ def test_a_bad_index_is_refused(pair: tuple[Path, dict[str, Tensor]], content: s
         open_source(pair[0])
 
 
-def test_an_index_that_names_absent_tensors_is_refused_on_first_use(pair: tuple[Path, dict[str, Tensor]]) -> None:
+def test_an_index_that_names_absent_tensors_is_refused_on_first_use(
+    pair: tuple[Path, dict[str, Tensor]],
+) -> None:
     write_index(pair[0], {"first": "a.safetensors", "ghost": "a.safetensors", "second": "b.safetensors"})
     source = open_source(pair[0])
     with pytest.raises(ConversionError, match=r"lacks tensors[\s\S]*ghost"):
@@ -153,7 +179,9 @@ def test_an_index_that_names_absent_tensors_is_refused_on_first_use(pair: tuple[
     assert source.shape("second") == (4, 3, 2)
 
 
-def test_missing_tensors_and_files_are_refused(pair: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_missing_tensors_and_files_are_refused(
+    pair: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     source = open_source(pair[0])
     for call in (source.shape, source.dtype, source.read):
         with pytest.raises(ConversionError, match="has no tensor 'third'"):
@@ -187,12 +215,17 @@ def test_every_mismatch_is_reported_at_once(tmp_path: Path) -> None:
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(52, 42)
     tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(42)
     tensors["model.norm.weight"] = torch.ones(41)
-    tensors["model.layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"].to(torch.float8_e4m3fn)
+    tensors["model.layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"].to(
+        torch.float8_e4m3fn
+    )
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConversionError) as caught:
         check_source(open_source(tmp_path), read_architecture(tiny_config("qwen2")))
     assert sorted(caught.value.details) == [
-        "dtype: model.layers.1.mlp.gate_proj.weight is torch.float8_e4m3fn; quantised weights have to be dequantised first",
+        (
+            "dtype: model.layers.1.mlp.gate_proj.weight is torch.float8_e4m3fn; quantised weights have to be "
+            "dequantised first"
+        ),
         "missing: lm_head.weight [101, 42]",
         "missing: model.layers.2.mlp.up_proj.weight [52, 42]",
         "shape: model.norm.weight is [41], config.json asks for [42] = [hidden_size]",
@@ -204,7 +237,10 @@ def test_every_mismatch_is_reported_at_once(tmp_path: Path) -> None:
 def test_long_reports_are_cut_but_kept(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen2")
     with pytest.raises(ConversionError, match="and 10 more") as caught:
-        check_source(open_source(tmp_path), read_architecture(tiny_config("qwen2", hidden_size=36, intermediate_size=50)))
+        check_source(
+            open_source(tmp_path),
+            read_architecture(tiny_config("qwen2", hidden_size=36, intermediate_size=50)),
+        )
     assert len(caught.value.details) == 30
 
 
@@ -216,7 +252,9 @@ def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
     check_source(open_source(tmp_path), read_architecture(tiny_config("llama")))
 
 
-def test_a_redundant_output_layer_must_equal_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redundant_output_layer_must_equal_the_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("converters.checkpoint.work.CHUNK_BYTES", 42 * 4 * 10)
     save_tiny(tmp_path, "llama_tied")
     architecture = read_architecture(tiny_config("llama_tied"))

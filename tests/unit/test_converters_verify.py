@@ -47,7 +47,9 @@ def mixed(directory: Path) -> None:
     save_tiny(directory, "qwen3", torch.bfloat16)
 
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.1.input_layernorm.weight"].float() * 1.001
+        tensors["model.layers.1.input_layernorm.weight"] = (
+            tensors["model.layers.1.input_layernorm.weight"].float() * 1.001
+        )
         for place, payload in enumerate((1, 0x41, 0x7F)):
             tensors["model.layers.0.input_layernorm.weight"][place] = nan_of(payload)
 
@@ -59,15 +61,24 @@ def test_a_widened_tensor_is_no_difference_and_keeps_its_nans(run: Any, tmp_path
     run("import", tmp_path / "hf", tmp_path / "mcore")
     code, found = run("verify", tmp_path / "hf", tmp_path / "mcore")
     assert code == 1 and found["values_checked"] and found["equal"], found
-    assert [(each["kind"], each["text"]) for each in found["differences"]] == [("not finite", "equal, and 3 elements are NaN or infinity")]
+    assert [(each["kind"], each["text"]) for each in found["differences"]] == [
+        ("not finite", "equal, and 3 elements are NaN or infinity")
+    ]
     assert run("diff", tmp_path / "mcore", tmp_path / "hf") == (0, {"equal": True, "differences": []})
     code, found = run("verify", tmp_path / "mcore")
-    assert code == 1 and {each["text"] for each in found["differences"]} == {"3 of 42 elements are not finite, the first at [0]"}
+    assert code == 1 and {each["text"] for each in found["differences"]} == {
+        "3 of 42 elements are not finite, the first at [0]"
+    }
     run("export", tmp_path / "mcore", tmp_path / "back")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert all(torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)) for name, tensor in one.items())
+    assert all(
+        torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)) for name, tensor in one.items()
+    )
     # by less than bfloat16 can tell, in what was widened
-    rewrite(tmp_path / "hf", lambda tensors: tensors["model.layers.0.input_layernorm.weight"].view(torch.int16)[7].add_(1))
+    rewrite(
+        tmp_path / "hf",
+        lambda tensors: tensors["model.layers.0.input_layernorm.weight"].view(torch.int16)[7].add_(1),
+    )
     code, found = run("verify", tmp_path / "hf", tmp_path / "mcore")
     assert code == 1 and [(each["kind"], each["name"]) for each in found["differences"]] == [
         ("values", "model.layers.0.input_layernorm.weight")
@@ -81,7 +92,11 @@ def test_a_dtype_that_was_asked_for_is_a_difference(run: Any, tmp_path: Path) ->
     assert code == 1 and {each["kind"] for each in found["differences"]} == {"dtype"}
 
 
-LOST, OTHER, EXTRA = "model.layers.1.mlp.down_proj.weight", "model.layers.2.mlp.down_proj.weight", "extra.weight"
+LOST, OTHER, EXTRA = (
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.2.mlp.down_proj.weight",
+    "extra.weight",
+)
 
 
 def test_what_was_excused_is_written_down_and_honoured(run: Any, tmp_path: Path) -> None:
@@ -116,7 +131,9 @@ def test_what_was_not_excused_still_fails(run: Any, tmp_path: Path) -> None:
     run("import", tmp_path / "hf", tmp_path / "mcore", "--allow-missing", LOST)
     rewrite(tmp_path / "hf", lambda tensors: tensors.update({LOST: complete[LOST]}))
     code, found = run("verify", tmp_path / "hf", tmp_path / "mcore")
-    assert code == 1 and [(each["kind"], each["name"]) for each in found["differences"]] == [("missing", LOST)]
+    assert code == 1 and [(each["kind"], each["name"]) for each in found["differences"]] == [
+        ("missing", LOST)
+    ]
     assert run("diff", tmp_path / "hf", tmp_path / "mcore")[0] == 1
     assert run("diff", tmp_path / "hf", tmp_path / "mcore", "--allow-missing", "*.1.mlp.down*")[0] == 0
     rewrite(tmp_path / "hf", lambda tensors: tensors.pop(OTHER))
@@ -133,7 +150,9 @@ def test_one_checkpoint_without_a_manifest_is_read_to_the_last_byte(run: Any, tm
     run("import", tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "conversion.json").unlink()
     assert run("verify", tmp_path / "mcore")[0] == 0
-    rewrite(tmp_path / "hf", lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"][3].fill_(float("nan")))
+    rewrite(
+        tmp_path / "hf", lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"][3].fill_(float("nan"))
+    )
     code, found = run("verify", tmp_path / "hf")
     assert code == 1 and found["differences"] == [
         {
@@ -150,7 +169,9 @@ def test_one_checkpoint_whose_tensors_cannot_be_read(run: Any, tmp_path: Path) -
     run("import", tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "conversion.json").unlink()
     index = read_index(tmp_path / "mcore")
-    place = next(place for key, place in index.storage_data.items() if key.fqn == "decoder.final_layernorm.weight")
+    place = next(
+        place for key, place in index.storage_data.items() if key.fqn == "decoder.final_layernorm.weight"
+    )
     place.offset += 64
     with (tmp_path / "mcore" / ".metadata").open("wb") as file:
         write_index(index, file)
@@ -165,7 +186,9 @@ def test_logits_of_one_checkpoint_are_refused(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_said(tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float) -> None:
+def test_values_that_are_not_finite_are_said(
+    tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float
+) -> None:
     save_tiny(tmp_path / "hf", "qwen3")
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(tmp_path / "hf", lambda tensors: tensors[name][-1].fill_(value))
@@ -175,20 +198,31 @@ def test_values_that_are_not_finite_are_said(tmp_path: Path, run: Callable[..., 
     assert code == 1 and facts["not_finite"] == f"NaN or infinity in {name}"
     for pair in (("hf", "mcore"), ("mcore", "back"), ("hf", "back")):
         code, facts = run("verify", *(tmp_path / each for each in pair))
-        assert code == 1 and facts["equal"] and [(each["kind"], each["name"]) for each in facts["differences"]] == [("not finite", name)]
+        assert (
+            code == 1
+            and facts["equal"]
+            and [(each["kind"], each["name"]) for each in facts["differences"]] == [("not finite", name)]
+        )
         assert run("diff", *(tmp_path / each for each in pair))[0] == 0
     for path in ("hf", "mcore"):
         code, facts = run("verify", tmp_path / path)
-        assert code == 1 and [(each["kind"], each["name"]) for each in facts["differences"]] == [("values", name)]
+        assert code == 1 and [(each["kind"], each["name"]) for each in facts["differences"]] == [
+            ("values", name)
+        ]
 
 
 def test_a_model_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of_ones_own"}')
-    with pytest.raises(ConversionError, match=r"--logits: transformers does not compute this model: .*of_ones_own.*leave --logits out"):
+    with pytest.raises(
+        ConversionError,
+        match=r"--logits: transformers does not compute this model: .*of_ones_own.*leave --logits out",
+    ):
         known_config(tmp_path)
 
 
-def test_logits_of_a_family_that_transformers_knows_by_another_name(tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
+def test_logits_of_a_family_that_transformers_knows_by_another_name(
+    tmp_path: Path, run: Callable[..., tuple[int, Any]]
+) -> None:
     """Kimi-K2, without the code that its config names."""
     save_published(tmp_path / "hf", "Kimi-K2", quantization_config=None, num_nextn_predict_layers=0)
     assert run("import", tmp_path / "hf", tmp_path / "mcore")[0] == 0

@@ -31,7 +31,11 @@ def converted(source: HuggingFaceSource, tp_size: int) -> Iterator[tuple[str, Te
     """To Megatron shards and back."""
     architecture = read_architecture(source.read_json("config.json"))
     for rule in all_rules(architecture):
-        yield from to_hf(rule, [load_shard(rule, source, architecture, rank, tp_size) for rank in range(tp_size)], architecture)
+        yield from to_hf(
+            rule,
+            [load_shard(rule, source, architecture, rank, tp_size) for rank in range(tp_size)],
+            architecture,
+        )
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
@@ -59,11 +63,14 @@ def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: flo
         max_shard_bytes=max_shard_bytes,
     )
     assert out == tmp_path / "deep" / "copy"
-    loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, experts_implementation="eager")
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, experts_implementation="eager"
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     ids = torch.randint(0, 101, (2, 17), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        # loaded ones lie where the file has them; dot products of some processors round by where a vector begins
+        # loaded ones lie where the file has them; dot products of some processors round by where a vector
+        # begins
         assert torch.equal(copy.deepcopy(loaded).eval()(ids).logits, model(ids).logits)
     assert loaded.generation_config.temperature == 0.3
     assert PreTrainedTokenizerFast.from_pretrained(out).encode("two one") == [2, 1]
@@ -79,12 +86,16 @@ def test_shards_keep_the_limit_and_the_index_counts_bytes(tmp_path: Path) -> Non
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(10 * (number + 1) for number in range(7))
     files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
     assert len(files) == 4
     for file in files:
         with safe_open(out / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            assert {name for name, place in index["weight_map"].items() if place == file} == set(opened.keys())
+            assert {name for name, place in index["weight_map"].items() if place == file} == set(
+                opened.keys()
+            )
             assert sum(opened.get_tensor(name).nbytes for name in opened.keys()) <= 100  # noqa: SIM118
     assert list(index["weight_map"]) == sorted(tensors)
 
@@ -102,10 +113,16 @@ def test_the_stream_may_reuse_its_buffer_and_yield_views(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_config_records_dtype_and_class_without_touching_the_callers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_config_records_dtype_and_class_without_touching_the_callers(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     config = tiny_config("qwen3")
     before = config.to_dict()
-    out = write_hf([("a", torch.zeros(9, 9, dtype=dtype)), ("norm", torch.zeros(3, dtype=torch.float64))], tmp_path / "out", config)
+    out = write_hf(
+        [("a", torch.zeros(9, 9, dtype=dtype)), ("norm", torch.zeros(3, dtype=torch.float64))],
+        tmp_path / "out",
+        config,
+    )
     assert config.to_dict() == before
     written = AutoConfig.from_pretrained(out)
     assert written.dtype == dtype
@@ -120,7 +137,12 @@ def test_files_are_as_open_as_the_umask_allows(tmp_path: Path, umask: int, mode:
     try:
         config = tiny_config("llama")
         write_hf(
-            [("a", torch.ones(3)), ("b", torch.ones(3))], tmp_path / "m", config, small_tokenizer(), GenerationConfig(), max_shard_bytes=12
+            [("a", torch.ones(3)), ("b", torch.ones(3))],
+            tmp_path / "m",
+            config,
+            small_tokenizer(),
+            GenerationConfig(),
+            max_shard_bytes=12,
         )
     finally:
         os.umask(before)
@@ -152,7 +174,11 @@ def test_a_failing_stream_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_streams_and_limits_of_no_use_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="'a' comes twice"):
-        write_hf([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.zeros(2))], tmp_path / "out", tiny_config("llama"))
+        write_hf(
+            [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.zeros(2))],
+            tmp_path / "out",
+            tiny_config("llama"),
+        )
     with pytest.raises(ConversionError, match="the stream of tensors is empty"):
         write_hf([], tmp_path / "out", tiny_config("llama"))
     with pytest.raises(ConversionError, match="max_shard_bytes = 0"):

@@ -27,7 +27,16 @@ def everything() -> dict[str, Any]:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    owners = (torch.cuda, Tensor, mappings, megatron_random, moe_utils, token_dispatcher, param_and_grad_buffer, schedules)
+    owners = (
+        torch.cuda,
+        Tensor,
+        mappings,
+        megatron_random,
+        moe_utils,
+        token_dispatcher,
+        param_and_grad_buffer,
+        schedules,
+    )
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -38,7 +47,12 @@ def test_restore_puts_every_original_back() -> None:
     during = everything()
     cuda_redirect.restore()
     changed = {name for name in during if before.get(name, MISSING) is not during[name]}
-    assert {"torch.cuda.current_device", "torch.cuda.Stream", "torch.cuda.get_rng_state", "Tensor.record_stream"} <= changed
+    assert {
+        "torch.cuda.current_device",
+        "torch.cuda.Stream",
+        "torch.cuda.get_rng_state",
+        "Tensor.record_stream",
+    } <= changed
     after = everything()
     assert after.keys() == before.keys()
     assert [name for name in after if after[name] is not before[name]] == []
@@ -86,7 +100,9 @@ def test_literals_mean_the_cpu_and_only_inside() -> None:
             "torch.cuda.HalfTensor",
             "torch.cuda.BFloat16Tensor",
         ]
-        assert tensor.long().type() == "torch.LongTensor" and tensor.type(torch.float64).dtype is torch.float64
+        assert (
+            tensor.long().type() == "torch.LongTensor" and tensor.type(torch.float64).dtype is torch.float64
+        )
         with cuda_redirect.plain_torch():
             assert tensor.type() == "torch.FloatTensor"
     assert tensor.type() == "torch.FloatTensor"
@@ -120,14 +136,20 @@ def test_a_failure_inside_the_literals_leaves_no_mode_behind() -> None:
 
 @slow
 def test_without_a_device_megatron_is_imported_without_a_compiler() -> None:
-    """Its functions are what they were written as, torch's compiler is not even loaded, and torch.compile is torch's own afterwards."""
+    """Its functions are what they were written as, torch's compiler is not even loaded, and torch.compile is
+    torch's own afterwards."""
     script = (
         "import sys, torch; own = torch.compile; import megarl.models.megatron.backend;"
         "from megatron.core.fusions.fused_bias_swiglu import swiglu;"
-        "print(type(swiglu).__name__, swiglu.__module__, 'torch._inductor' in sys.modules, torch.compile is own)"
+        "print(type(swiglu).__name__, swiglu.__module__, 'torch._inductor' in sys.modules, torch.compile is "
+        "own)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.split() == ["function", "megatron.core.fusions.fused_bias_swiglu", "False", "True"]
 
@@ -172,7 +194,11 @@ def test_one_rank_sends_nothing_to_itself() -> None:
             shard = whole[:]
             assert run(shard, whole, group=_Group(1), async_op=True) is None and not calls
             # among several ranks, or into other memory, it is the collective
-            assert run(whole[:3], whole, group=_Group(2)) == run(torch.empty(6), whole, group=_Group(1)) == "work"
+            assert (
+                run(whole[:3], whole, group=_Group(2))
+                == run(torch.empty(6), whole, group=_Group(1))
+                == "work"
+            )
             assert len(calls) == 2
             calls.clear()
 

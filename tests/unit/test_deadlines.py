@@ -35,8 +35,12 @@ DEFAULTS = complete_run({})["deadlines"]
 
 
 @given(st.lists(SECONDS, max_size=25), SECONDS, st.floats(1.0, 10.0), SECONDS)
-def test_a_bound_is_a_multiple_of_the_slowest_of_the_last_ten(took: list[float], least: float, multiple: float, limit: float) -> None:
-    deadlines = PhaseDeadlines({phase: limit if phase == "save" else 1e9 for phase in PHASES}, least, multiple, first_s=limit / 2)
+def test_a_bound_is_a_multiple_of_the_slowest_of_the_last_ten(
+    took: list[float], least: float, multiple: float, limit: float
+) -> None:
+    deadlines = PhaseDeadlines(
+        {phase: limit if phase == "save" else 1e9 for phase in PHASES}, least, multiple, first_s=limit / 2
+    )
     for seconds in took:
         deadlines.took(Call.of("save_checkpoint"), seconds)
         deadlines.took(Call.of("train"), 1e8)
@@ -52,7 +56,15 @@ def test_by_default_a_rank_that_stands_still_is_found_within_five_minutes() -> N
     """Written out: a test that reads the defaults from their fields would not see that they changed."""
     deadlines = PhaseDeadlines.of(DEFAULTS)
     assert deadlines.look_s == 300
-    for method in ("train", "get_logprobs", "generate", "save_checkpoint", "load_checkpoint", "hand_over_weights", "get_gpu_info"):
+    for method in (
+        "train",
+        "get_logprobs",
+        "generate",
+        "save_checkpoint",
+        "load_checkpoint",
+        "hand_over_weights",
+        "get_gpu_info",
+    ):
         assert deadlines.bound_s(Call.of(method)) == 1800, method
         deadlines.took(Call.of(method), 99.0)
         assert deadlines.bound_s(Call.of(method)) == 300, method
@@ -66,8 +78,14 @@ def test_phases_without_a_key_of_their_own_follow_the_step_and_the_save() -> Non
     filled = complete_run({"deadlines": {"step_s": 7000.0, "save_s": 5.0, "refit_s": 9.0}})["deadlines"]
     limits = {phase: filled[f"{phase}_s"] for phase in PHASES}
     assert limits == {
-        "step": 7000.0, "logprobs": 7000.0, "generate": 7000.0, "save": 5.0, "load": 5.0, "refit": 9.0, "validate": 7000.0,
-    }  # fmt: skip
+        "step": 7000.0,
+        "logprobs": 7000.0,
+        "generate": 7000.0,
+        "save": 5.0,
+        "load": 5.0,
+        "refit": 9.0,
+        "validate": 7000.0,
+    }
 
 
 def test_the_first_time_of_a_phase_is_bounded_apart() -> None:
@@ -110,7 +128,9 @@ def test_new_workers_have_the_durations_of_those_before_them_in_a_launch() -> No
         assert of("critic").bound_s(Call.of("train")) == of("").bound_s(Call.of("train")) == 1800
     assert of("lm_policy").bound_s(Call.of("train")) == 1800
     with keeping_durations():
-        assert of("lm_policy").bound_s(Call.of("train")) == 1800, "another launch may have other devices and rows"
+        assert of("lm_policy").bound_s(Call.of("train")) == 1800, (
+            "another launch may have other devices and rows"
+        )
 
 
 def test_a_first_time_that_is_waited_for_in_parts_counts_whole() -> None:
@@ -147,7 +167,10 @@ def test_a_call_that_is_waited_for_in_parts_counts_once() -> None:
 def test_a_call_says_where_the_run_is() -> None:
     assert str(Call.of("train")) == "train"
     with at_step(12):
-        assert [str(Call.of(method)) for method in ("train", "get_logprobs", "save_checkpoint", "init_collective", "get_gpu_info")] == [
+        assert [
+            str(Call.of(method))
+            for method in ("train", "get_logprobs", "save_checkpoint", "init_collective", "get_gpu_info")
+        ] == [
             "train, step 12",
             "logprobs, step 12",
             "save, step 12",
@@ -179,7 +202,10 @@ sys.stdin.read()
 def test_a_process_is_looked_at_from_outside() -> None:
     register_stacks()
     child = subprocess.Popen(
-        [sys.executable, "-c", WAITING.format(path=sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITING.format(path=sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout is not None
@@ -204,21 +230,39 @@ def test_a_process_is_looked_at_from_outside() -> None:
 
 METHOD = '  File "/x/megarl/distributed/worker_shell.py", line 130 in call\n'
 IN_COLLECTIVE = ProcessLook(
-    RUNS, f'Thread 0x1:\n  File "threading.py", line 1\n\nThread 0x2:\n  File "/x/torch/distributed/distributed_c10d.py", line 3\n{METHOD}'
+    RUNS,
+    (
+        'Thread 0x1:\n  File "threading.py", line 1\n\nThread 0x2:\n  File '
+        f'"/x/torch/distributed/distributed_c10d.py", line 3\n{METHOD}'
+    ),
 )
 ELSEWHERE = ProcessLook(
-    RUNS, f'Thread 0x1:\n  File "/x/torch/distributed/store.py", line 1\n\nThread 0x2:\n  File "loss.py", line 7\n{METHOD}'
+    RUNS,
+    (
+        'Thread 0x1:\n  File "/x/torch/distributed/store.py", line 1\n\nThread 0x2:\n  File "loss.py", line '
+        f"7\n{METHOD}"
+    ),
 )
 
-WITHIN_FSDP1 = f'  File "/x/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 857 in forward\n{METHOD}'
-GATHERING = ProcessLook(RUNS, f'Thread 0x2:\n  File "/x/torch/distributed/fsdp/_flat_param.py", line 1474 in unshard\n{WITHIN_FSDP1}')
-IN_A_LAYER = ProcessLook(RUNS, f'Thread 0x2:\n  File "/x/transformers/modeling_qwen2.py", line 348 in forward\n{WITHIN_FSDP1}')
+WITHIN_FSDP1 = (
+    f'  File "/x/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 857 in forward\n{METHOD}'
+)
+GATHERING = ProcessLook(
+    RUNS,
+    f'Thread 0x2:\n  File "/x/torch/distributed/fsdp/_flat_param.py", line 1474 in unshard\n{WITHIN_FSDP1}',
+)
+IN_A_LAYER = ProcessLook(
+    RUNS, f'Thread 0x2:\n  File "/x/transformers/modeling_qwen2.py", line 348 in forward\n{WITHIN_FSDP1}'
+)
 
 
 @pytest.mark.parametrize(
     ("looks", "said"),
     [
-        ([IN_COLLECTIVE, ProcessLook(STOPPED), IN_COLLECTIVE], " Silent: the process of [b] is stopped by a signal (SIGSTOP or SIGTSTP)."),
+        (
+            [IN_COLLECTIVE, ProcessLook(STOPPED), IN_COLLECTIVE],
+            " Silent: the process of [b] is stopped by a signal (SIGSTOP or SIGTSTP).",
+        ),
         ([ProcessLook(GONE), None, ELSEWHERE], " Silent: the process of [a] is gone."),
         ([IN_COLLECTIVE, IN_COLLECTIVE, ELSEWHERE], " In no collective, while 2 others wait in one: [c]."),
         ([IN_COLLECTIVE, IN_COLLECTIVE, IN_COLLECTIVE], ""),
@@ -248,8 +292,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("program", "computes"), [(ASKING, False), (COMPUTING, True)], ids=["asks", "computes"])
-def test_a_process_that_asks_again_and_again_whether_it_may_go_on_is_at_rest(program: str, computes: bool) -> None:
+@pytest.mark.parametrize(
+    ("program", "computes"), [(ASKING, False), (COMPUTING, True)], ids=["asks", "computes"]
+)
+def test_a_process_that_asks_again_and_again_whether_it_may_go_on_is_at_rest(
+    program: str, computes: bool
+) -> None:
     """At some moments one of its threads runs, and at all moments where it computes."""
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         try:
@@ -261,9 +309,13 @@ def test_a_process_that_asks_again_and_again_whether_it_may_go_on_is_at_rest(pro
     assert all(goes_on) if computes else goes_on.count(False) > 4, goes_on
 
 
-@pytest.mark.parametrize(("states", "goes_on"), [("RS", False), ("RRRRS", False), ("S", False), ("RDRRR", True)])
+@pytest.mark.parametrize(
+    ("states", "goes_on"), [("RS", False), ("RRRRS", False), ("S", False), ("RDRRR", True)]
+)
 def test_a_thread_has_to_run_at_all_moments_to_count(states: str, goes_on: bool) -> None:
     seen = iter(states)
-    with mock.patch.object(worker_stacks, "_goes_on", lambda processes: next(seen) in worker_stacks._GOING_ON):
+    with mock.patch.object(
+        worker_stacks, "_goes_on", lambda processes: next(seen) in worker_stacks._GOING_ON
+    ):
         activity = read_activity(os.getpid())
     assert activity is not None and activity.goes_on is goes_on and not [*seen]

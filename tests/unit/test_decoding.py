@@ -1,4 +1,5 @@
-"""Decoding of ragged prompts by a transformers model: what it costs, and that no row sees its padding, its neighbours or ended rows."""
+"""Decoding of ragged prompts by a transformers model: what it costs, and that no row sees its padding, its
+neighbours or ended rows."""
 
 from __future__ import annotations
 
@@ -38,8 +39,13 @@ SAME = {2: 1, 5: 1, 7: 0}
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("models")
     load = AutoModelForCausalLM.from_pretrained
-    paths: dict[str, Path] = {family: make_tiny(root / family, family, tied=False, seed=3) for family in FAMILIES}
-    return {family: load(path, dtype=torch.float32, attn_implementation=IMPLEMENTATION).eval() for family, path in paths.items()}
+    paths: dict[str, Path] = {
+        family: make_tiny(root / family, family, tied=False, seed=3) for family in FAMILIES
+    }
+    return {
+        family: load(path, dtype=torch.float32, attn_implementation=IMPLEMENTATION).eval()
+        for family, path in paths.items()
+    }
 
 
 class Counting(_CachedForward):
@@ -89,21 +95,36 @@ def decoded(
         batches.append(Counting(model, VocabularyShard(VOCABULARY), cache, graphs))
         return batches[-1]
 
-    alone: Any = SimpleNamespace(from_last_stage=lambda values: values, object_from_last_stage=lambda value: value, data_rank=0)
+    alone: Any = SimpleNamespace(
+        from_last_stage=lambda values: values, object_from_last_stage=lambda value: value, data_rank=0
+    )
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for row, prompt in enumerate(rows):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     data = {"input_ids": ids, "input_lengths": lengths, "sampling_seeds": torch.arange(len(rows)) + 5}
-    config = {"max_new_tokens": NEW, "pad_token_id": 0, "stop_token_ids": stop, "temperature": 1.0, "top_p": 1.0, "top_k": None, **settings}
-    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None), own_cache, graphs)
+    config = {
+        "max_new_tokens": NEW,
+        "pad_token_id": 0,
+        "stop_token_ids": stop,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        **settings,
+    }
+    decoder = Decoder(
+        start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None), own_cache, graphs
+    )
     with torch.no_grad():
         return decode(decoder, data, config, None, greedy=greedy), [batch.passes for batch in batches]
 
 
 def answers(found: Any, rows: list[list[int]]) -> list[list[int]]:
     totals = found["unpadded_sequence_lengths"].tolist()
-    return [found["output_ids"][row, len(prompt) : total].tolist() for row, (prompt, total) in enumerate(zip(rows, totals, strict=True))]
+    return [
+        found["output_ids"][row, len(prompt) : total].tolist()
+        for row, (prompt, total) in enumerate(zip(rows, totals, strict=True))
+    ]
 
 
 @torch.no_grad()
@@ -129,8 +150,13 @@ def test_ragged_rows_are_what_each_is_alone(
     # a token that one row meets in the middle of its answer
     stop = [one_by_one(models[family], rows[3], [])[0][4]]
     found, [passes] = decoded(models[family], rows, greedy=True, stop=stop)
-    of_prompts = {1: [(1, 1), (1, 3), (1, 5), (1, 9), (1, 12)], 3: [(1, 1), (2, 5), (2, 12)]}.get(pass_positions, [(5, 12)])
-    assert passes[: len(of_prompts)] == of_prompts and passes[len(of_prompts)][1] == 1 < passes[len(of_prompts)][0]
+    of_prompts = {1: [(1, 1), (1, 3), (1, 5), (1, 9), (1, 12)], 3: [(1, 1), (2, 5), (2, 12)]}.get(
+        pass_positions, [(5, 12)]
+    )
+    assert (
+        passes[: len(of_prompts)] == of_prompts
+        and passes[len(of_prompts)][1] == 1 < passes[len(of_prompts)][0]
+    )
     lengths = set()
     for row, prompt in enumerate(rows):
         tokens, values = one_by_one(models[family], prompt, stop)
@@ -150,15 +176,24 @@ def test_one_pass_reads_all_prompts_and_one_more_each_token(models: dict[str, An
     assert passes == [(len(rows) - len(SAME), max(LENGTHS)), *[(len(rows), 1)] * (NEW - 1)]
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9).map(sorted), pass_positions=st.integers(1, 60))
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9).map(sorted),
+    pass_positions=st.integers(1, 60),
+)
 def test_passes_over_prompts_cost_least(lengths: list[int], pass_positions: int) -> None:
     """No other way to cut the prompts has fewer positions, padding and passes counted."""
 
     def cost(ends: tuple[int, ...]) -> int:
-        return sum((end - start) * lengths[end - 1] + pass_positions for start, end in itertools.pairwise([0, *ends]))
+        return sum(
+            (end - start) * lengths[end - 1] + pass_positions for start, end in itertools.pairwise([0, *ends])
+        )
 
     inner = range(1, len(lengths))
-    ways = [(*cuts, len(lengths)) for count in range(len(lengths)) for cuts in itertools.combinations(inner, count)]
+    ways = [
+        (*cuts, len(lengths))
+        for count in range(len(lengths))
+        for cuts in itertools.combinations(inner, count)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "PASS_POSITIONS", pass_positions)
         found = ends_of_passes(lengths)
@@ -173,8 +208,11 @@ class FailingCapture(TapeCapture):
         raise RuntimeError("out of memory")
 
 
-def test_rows_leave_alike_where_a_rank_cannot_record(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one model go on with the same rows, also in later calls; another rank's recording may have worked."""
+def test_rows_leave_alike_where_a_rank_cannot_record(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one model go on with the same rows, also in later calls; another rank's recording may have
+    worked."""
     monkeypatch.setattr(graphs_module, "_failures", [])
     rows, stop = prompts(), list(range(0, VOCABULARY, 7))
     passes = []
@@ -187,21 +225,27 @@ def test_rows_leave_alike_where_a_rank_cannot_record(models: dict[str, Any], mon
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_steps_give_the_same_answers(models: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They depend on nothing but tensors that stay where they are, read no number from the device, and have no shape that depends on one,
-    while rows leave and batches follow one another."""
+def test_recorded_steps_give_the_same_answers(
+    models: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They depend on nothing but tensors that stay where they are, read no number from the device, and have
+    no shape that depends on one, while rows leave and batches follow one another."""
     monkeypatch.setattr(decoded_rows, "FEWEST_POSITIONS", 4)
     rows, stop = prompts(), list(range(0, VOCABULARY, 7))
     for greedy in (False, True):
         plain, _ = decoded(models[family], rows, greedy=greedy, stop=stop, rows_at_once=5)
         capture = TapeCapture()
-        found, _ = decoded(models[family], rows, greedy=greedy, stop=stop, rows_at_once=5, graphs=Graphs(capture))
+        found, _ = decoded(
+            models[family], rows, greedy=greedy, stop=stop, rows_at_once=5, graphs=Graphs(capture)
+        )
         assert capture.replayed > capture.recorded > 1
         assert answers(found, rows) == answers(plain, rows)
         torch.testing.assert_close(found["logprobs"], plain["logprobs"], atol=1e-5, rtol=0)
 
 
-def test_a_model_that_remembers_more_than_positions_keeps_its_own_cache(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_remembers_more_than_positions_keeps_its_own_cache(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads all prompts in one pass."""
     ordinary, other = DynamicCache(), DynamicCache()
     other.layers = [LinearAttentionLayer()]
@@ -230,7 +274,9 @@ def test_no_row_depends_on_who_is_beside(models: dict[str, Any]) -> None:
     rows, stop = prompts(), list(range(0, VOCABULARY, 7))
     together = decoded(models["mistral_window"], rows, greedy=False, stop=stop)[0]
     for at_once in (1, 3):
-        apart, batches = decoded(models["mistral_window"], rows, greedy=False, stop=stop, rows_at_once=at_once)
+        apart, batches = decoded(
+            models["mistral_window"], rows, greedy=False, stop=stop, rows_at_once=at_once
+        )
         assert len(batches) == -(-len(rows) // at_once)
         assert answers(apart, rows) == answers(together, rows)
         torch.testing.assert_close(apart["logprobs"], together["logprobs"], atol=1e-5, rtol=0)
@@ -242,7 +288,8 @@ def test_prompts_with_no_room_left_get_no_answer(models: dict[str, Any]) -> None
     found, [passes] = decoded(models["llama"], rows, greedy=True, stop=[], longest=12)
     assert found["generation_lengths"].tolist() == [min(NEW, 12 - len(prompt)) for prompt in rows]
     assert passes[0] == (4, 9)
-    # rows of 18 positions: two in the place of four of 12; the third batch has one row that may have three tokens
+    # rows of 18 positions: two in the place of four of 12; the third batch has one row that may have three
+    # tokens
     bounded, batches = decoded(models["llama"], rows, greedy=True, stop=[], longest=12, rows_at_once=4)
     assert answers(bounded, rows) == answers(found, rows) and [len(batch) for batch in batches] == [9, 9, 3]
     nothing, batches = decoded(models["llama"], rows[1:3], greedy=True, stop=[], longest=12)

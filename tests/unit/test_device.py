@@ -1,4 +1,5 @@
-"""Which device a process and a run compute on: what is asked for, what is there, and no CPU by mistake. A GPU is pretended."""
+"""Which device a process and a run compute on: what is asked for, what is there, and no CPU by mistake. A GPU
+is pretended."""
 
 from __future__ import annotations
 
@@ -46,9 +47,12 @@ def _pretend_a_gpu(replace: Any = setattr) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("said", "device", "backend"), [("cpu", "cpu", "gloo"), ("auto", "cuda:1", "nccl"), ("", "cuda:1", "nccl"), ("cuda", "cuda:1", "nccl")]
+    ("said", "device", "backend"),
+    [("cpu", "cpu", "gloo"), ("auto", "cuda:1", "nccl"), ("", "cuda:1", "nccl"), ("cuda", "cuda:1", "nccl")],
 )
-def test_the_environment_decides_on_a_machine_with_gpus(said: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_decides_on_a_machine_with_gpus(
+    said: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGARL_DEVICE", said)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert (runtime().device, runtime().backend) == (torch.device(device), backend)
@@ -105,7 +109,9 @@ def test_what_the_ranks_run_on(
     ],
     ids=["slurm", "driver", "both"],
 )
-def test_auto_takes_no_cpu_where_gpus_are_expected(machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_no_cpu_where_gpus_are_expected(
+    machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_machine(monkeypatch, **machine)
     with pytest.raises(ConfigError, match=message) as refused:
         uses_gpus("auto", 0.0)
@@ -119,7 +125,9 @@ def test_two_different_devices_are_refused(device: str, said: str, monkeypatch: 
         uses_gpus(device, 8)
 
 
-def test_gpus_are_counted_by_the_driver_and_else_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_the_driver_and_else_by_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nothing = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlShutdown=lambda: None)
     monkeypatch.setattr(nvml, "_KERNEL_LIST", tmp_path / "gpus")
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**vars(nothing), nvmlDeviceGetCount=lambda: 4))
@@ -148,7 +156,9 @@ def test_a_worker_on_the_cpu_of_a_machine_with_gpus_computes_the_same(tmp_path: 
     found = []
     for pretended in (False, True):
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context, initializer=_start_beside_a_gpu, initargs=(pretended,)) as process:
+        with ProcessPoolExecutor(
+            1, mp_context=context, initializer=_start_beside_a_gpu, initargs=(pretended,)
+        ) as process:
             found.append(process.submit(jobs.train, config, batches).result(timeout=300))
     plain, beside = found
     assert plain["measured"] == beside["measured"]
@@ -156,7 +166,8 @@ def test_a_worker_on_the_cpu_of_a_machine_with_gpus_computes_the_same(tmp_path: 
 
 
 def test_room_is_what_is_free_and_what_the_allocator_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of 100 bytes, of which 20 are free and the allocator keeps 30 that nothing uses; a CPU has no room of its own."""
+    """A device of 100 bytes, of which 20 are free and the allocator keeps 30 that nothing uses; a CPU has no
+    room of its own."""
     device = DeviceRuntime(torch.device("cuda", 0), "nccl")
     monkeypatch.setattr(DeviceRuntime, "free_memory", lambda self: 20)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)

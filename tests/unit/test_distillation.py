@@ -1,4 +1,5 @@
-"""Whole runs of distillation in one process: the real driver, data, checkpoints and logs around the plain reference policy."""
+"""Whole runs of distillation in one process: the real driver, data, checkpoints and logs around the plain
+reference policy."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ GRADIENT = {
 
 
 def make_teacher(path: Path, seed: int) -> str:
-    """A model of the same tokens that knows what it wants: a new one gives all tokens nearly the same probability."""
+    """A model of the same tokens that knows what it wants: a new one gives all tokens nearly the same
+    probability."""
     make_tiny_model(path, seed)
     made = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+                parameter.copy_(
+                    0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+                )
     made.save_pretrained(path)
     return str(path)
 
@@ -72,16 +76,26 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, data: s
     logged = rows(tmp_path)
     assert [row["step"] for row in logged] == list(range(STEPS + 1))
     for row in logged[1:]:
-        assert {f"train/{name}" for name in ("loss", "forward_kl", "reverse_kl", "policy_mass", "teacher_mass", "grad_norm")} <= set(row)
-        assert row["train/loss"] == pytest.approx(row["train/reverse_kl"]) and row["train/sampled_reverse_kl"] != 0
+        assert {
+            f"train/{name}"
+            for name in ("loss", "forward_kl", "reverse_kl", "policy_mass", "teacher_mass", "grad_norm")
+        } <= set(row)
+        assert (
+            row["train/loss"] == pytest.approx(row["train/reverse_kl"])
+            and row["train/sampled_reverse_kl"] != 0
+        )
         assert row["timing/teacher_logprobs_s"] > 0 and row["train/global_valid_seqs"] == 6
         assert 0 < row["train/teacher_mass"] < 1 and "train/reward" in row
         assert row["performance/teacher_memory_gib"] == 0.5
     assert "validation/accuracy" in logged[0]
     kept = tmp_path / "checkpoints" / f"step_{STEPS}"
-    assert {path.name for path in kept.iterdir() if path.is_dir()} == {"policy"}, "nothing of a teacher is kept"
+    assert {path.name for path in kept.iterdir() if path.is_dir()} == {"policy"}, (
+        "nothing of a teacher is kept"
+    )
     weights = [[*model.parameters()] for model in (of_teacher.model, of_teacher.reference)]
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True)), "a teacher learns nothing"
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True)), (
+        "a teacher learns nothing"
+    )
     samples = json.loads((tmp_path / "samples" / "train_step_1.jsonl").read_text().splitlines()[0])
     assert samples["advantage"] is not None
 
@@ -92,11 +106,16 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, data: s
     [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed"}, {"mode": "reverse_kl_advantage"}],
     ids=lambda section: "-".join(section.values()),
 )
-def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, section: dict[str, Any]) -> None:
-    """By what the run measures of its own samples, and by the exact divergence over the vocabulary of other sequences."""
+def test_the_policy_comes_nearer_to_its_teacher(
+    tmp_path: Path, model: str, data: str, teacher: str, section: dict[str, Any]
+) -> None:
+    """By what the run measures of its own samples, and by the exact divergence over the vocabulary of other
+    sequences."""
     by_samples = section.get("mode") == "reverse_kl_advantage"
     steps = 40 if by_samples else 32
-    config = distillation_config(tmp_path, model, data, teacher, **section, max_num_steps=steps, val_period=0, val_at_start=False)
+    config = distillation_config(
+        tmp_path, model, data, teacher, **section, max_num_steps=steps, val_period=0, val_at_start=False
+    )
     config["checkpointing"] = {"enabled": False}
     config["data"]["validation"] = None
     maker = PolicyMaker()
@@ -108,7 +127,9 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path, model: str, data
     ids = torch.randint(5, policy.vocab_size, (16, 6), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "input_lengths": torch.full((16,), 6)}
     with torch.no_grad():
-        now, before, wanted = (policy._distributions(each, given) for each in (policy.model, policy.reference, of_teacher.model))
+        now, before, wanted = (
+            policy._distributions(each, given) for each in (policy.model, policy.reference, of_teacher.model)
+        )
 
     def divergence(one: Tensor) -> float:
         return float((one.exp() * (one - wanted)).sum(-1).mean())
@@ -128,7 +149,8 @@ def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path, m
 def test_advantages_are_differences_of_log_probabilities(
     tmp_path: Path, model: str, data: str, teacher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each sampled token at the temperature of sampling, within the bounds, 0 elsewhere; and they pass no gradient."""
+    """Of each sampled token at the temperature of sampling, within the bounds, 0 elsewhere; and they pass no
+    gradient."""
     seen: list[tuple[Any, Any]] = []
     original = Distillation.advantages
 
@@ -139,7 +161,14 @@ def test_advantages_are_differences_of_log_probabilities(
 
     monkeypatch.setattr(Distillation, "advantages", watched)
     config = distillation_config(
-        tmp_path, model, data, teacher, mode="reverse_kl_advantage", advantage_clip_low=-0.7, advantage_clip_high=0.4, max_num_steps=1
+        tmp_path,
+        model,
+        data,
+        teacher,
+        mode="reverse_kl_advantage",
+        advantage_clip_low=-0.7,
+        advantage_clip_high=0.4,
+        max_num_steps=1,
     )
     config["policy"]["generation"]["temperature"] = 0.8
     maker = PolicyMaker()
@@ -153,7 +182,9 @@ def test_advantages_are_differences_of_log_probabilities(
             for network in (of_teacher.model, policy.reference)
         ]
     one, other = (log.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2) for log in logs)
-    expected = torch.nn.functional.pad((one - other).clamp(-0.7, 0.4), (1, 0)).where(counts, torch.tensor(0.0).double())
+    expected = torch.nn.functional.pad((one - other).clamp(-0.7, 0.4), (1, 0)).where(
+        counts, torch.tensor(0.0).double()
+    )
     torch.testing.assert_close(advantages.double(), expected, atol=1e-5, rtol=0)
     assert not advantages.requires_grad and (advantages == -0.7).any() and (advantages == 0.4).any()
 
@@ -167,14 +198,20 @@ def several(run_dir: Path, model: str, data: str, teachers: dict[str, str], **se
     config["data"]["train"] = [source, {**source, "path": str(other)}]
     del config["teacher"]
     config["teachers"] = {name: {"model_name": path} for name, path in teachers.items()}
-    config["distillation"]["teacher_of_source"] = dict(zip((Path(data).stem, "others"), teachers, strict=True))
+    config["distillation"]["teacher_of_source"] = dict(
+        zip((Path(data).stem, "others"), teachers, strict=True)
+    )
     return config
 
 
 @sampled(1)
 @pytest.mark.parametrize("mode", ["topk", "reverse_kl_advantage"])
-def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str, mode: str) -> None:
-    config = several(tmp_path, model, data, {"sums": teacher, "differences": other_teacher}, mode=mode, max_num_steps=3)
+def test_each_source_has_its_teacher(
+    tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str, mode: str
+) -> None:
+    config = several(
+        tmp_path, model, data, {"sums": teacher, "differences": other_teacher}, mode=mode, max_num_steps=3
+    )
     asked: dict[str, list[Tensor]] = {}
     maker = PolicyMaker()
 
@@ -184,7 +221,13 @@ def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teac
             for method in ("get_topk_logits", "get_logprobs"):
                 original = getattr(made, method)
 
-                def noted(data: Any, *rest: Any, original: Any = original, path: str = made.cfg["model_name"], **options: Any) -> Any:
+                def noted(
+                    data: Any,
+                    *rest: Any,
+                    original: Any = original,
+                    path: str = made.cfg["model_name"],
+                    **options: Any,
+                ) -> Any:
                     asked.setdefault(path, []).append(data["input_ids"])
                     return original(data, *rest, **options)
 
@@ -203,7 +246,9 @@ def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teac
 
 
 @slow
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
+    tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str
+) -> None:
     teachers = {"sums": teacher, "differences": other_teacher}
     run(several(tmp_path / "whole", model, data, teachers), PolicyMaker())
     for crash_after in (1, 3):
@@ -214,7 +259,9 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model
         check_same(tmp_path / f"crash{crash_after}", tmp_path / "whole")
 
 
-def test_a_teacher_of_other_tokens_is_refused_before_any_worker(tmp_path: Path, model: str, data: str) -> None:
+def test_a_teacher_of_other_tokens_is_refused_before_any_worker(
+    tmp_path: Path, model: str, data: str
+) -> None:
     other = make_tiny_model(tmp_path / "other", 9)
     path = Path(other) / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -223,7 +270,10 @@ def test_a_teacher_of_other_tokens_is_refused_before_any_worker(tmp_path: Path, 
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(content))
     maker = PolicyMaker()
-    with pytest.raises(ModelError, match=r"teacher\.model_name = .*: 2 of the \d+ tokens of the policy's tokenizer have another id"):
+    with pytest.raises(
+        ModelError,
+        match=r"teacher\.model_name = .*: 2 of the \d+ tokens of the policy's tokenizer have another id",
+    ):
         run(distillation_config(tmp_path / "run", model, data, other), maker)
     assert not maker.policies
 
@@ -231,22 +281,51 @@ def test_a_teacher_of_other_tokens_is_refused_before_any_worker(tmp_path: Path, 
 RULES = [
     ({"teacher": ...}, {"teacher"}, "needs a model that the policy learns from"),
     ({"teachers": {"one": {}}}, {"teachers"}, "there is a section teacher too"),
-    ({"distillation.teacher_of_source": {"train": "one"}}, {"distillation.teacher_of_source"}, "teacher has all sources"),
-    ({"policy.generation.top_p": 0.9}, {"policy.generation.top_p"}, "a token that sampling leaves out has none"),
-    ({"policy.generation.top_k": 5}, {"policy.generation.top_k"}, "a token that sampling leaves out has none"),
-    ({"teacher.generation": {"temperature": 0.5}}, {"teacher.generation.temperature"}, "distributions of two temperatures differ"),
+    (
+        {"distillation.teacher_of_source": {"train": "one"}},
+        {"distillation.teacher_of_source"},
+        "teacher has all sources",
+    ),
+    (
+        {"policy.generation.top_p": 0.9},
+        {"policy.generation.top_p"},
+        "a token that sampling leaves out has none",
+    ),
+    (
+        {"policy.generation.top_k": 5},
+        {"policy.generation.top_k"},
+        "a token that sampling leaves out has none",
+    ),
+    (
+        {"teacher.generation": {"temperature": 0.5}},
+        {"teacher.generation.temperature"},
+        "distributions of two temperatures differ",
+    ),
     ({"teacher.generation": {"top_p": 0.5}}, {"teacher.generation.top_p"}, "policy.generation.top_p is 1.0"),
     ({"loss_fn": GRADIENT}, {"loss_fn"}, "whose loss is in distillation"),
     ({"distillation.mixed_kl_weight": 0.3}, {"distillation.mixed_kl_weight"}, "kl_type is reverse"),
-    ({"distillation.advantage_clip_low": -1.0}, {"distillation.advantage_clip_low"}, "mode is topk, which does not read it"),
+    (
+        {"distillation.advantage_clip_low": -1.0},
+        {"distillation.advantage_clip_low"},
+        "mode is topk, which does not read it",
+    ),
     ({"distillation.topk_logits_k": 1004}, {"distillation.topk_logits_k"}, "the vocabulary has 1003 tokens"),
     ({"distillation.topk_logits_k": 0}, {"distillation.topk_logits_k"}, "at least 1"),
-    ({"distillation.mode": "reverse_kl_advantage"}, {"loss_fn", "distillation.topk_logits_k"}, "a policy gradient"),
+    (
+        {"distillation.mode": "reverse_kl_advantage"},
+        {"loss_fn", "distillation.topk_logits_k"},
+        "a policy gradient",
+    ),
     (
         {
             "distillation.mode": "reverse_kl_advantage",
             "distillation.topk_logits_k": ...,
-            "loss_fn": {**GRADIENT, "use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"},
+            "loss_fn": {
+                **GRADIENT,
+                "use_kl_in_reward": True,
+                "reference_policy_kl_penalty": 0.1,
+                "reference_policy_kl_type": "k1",
+            },
         },
         {"loss_fn.use_kl_in_reward"},
         "no reward is read",
@@ -255,7 +334,9 @@ RULES = [
 
 
 @pytest.mark.parametrize(("changes", "keys", "said"), RULES)
-def test_what_would_do_nothing_or_means_nothing_is_refused(changes: dict[str, Any], keys: set[str], said: str) -> None:
+def test_what_would_do_nothing_or_means_nothing_is_refused(
+    changes: dict[str, Any], keys: set[str], said: str
+) -> None:
     found = check(complete(raw_distillation(), changes), FACTS)
     assert {violation.key for violation in found} == keys
     assert said in " ".join(violation.bound for violation in found)
@@ -275,25 +356,43 @@ TEACHERS = {
     ("chosen", "keys", "said"),
     [
         (None, {"distillation.teacher_of_source"}, "nothing says whose a source is"),
-        ({"problems": "math"}, {"distillation.teacher_of_source", "teachers.code"}, "the source 'programs' of data.train has no teacher"),
+        (
+            {"problems": "math"},
+            {"distillation.teacher_of_source", "teachers.code"},
+            "the source 'programs' of data.train has no teacher",
+        ),
         (
             {"problems": "math", "programs": "c"},
             {"distillation.teacher_of_source.programs", "teachers.code"},
             "the teachers are math, code",
         ),
-        ({"problems": "math", "programs": "code", "x": "code"}, {"distillation.teacher_of_source.x"}, "its sources are problems, programs"),
-        ({"problems": "code", "programs": "code"}, {"teachers.math"}, "no source of data.train has this teacher"),
+        (
+            {"problems": "math", "programs": "code", "x": "code"},
+            {"distillation.teacher_of_source.x"},
+            "its sources are problems, programs",
+        ),
+        (
+            {"problems": "code", "programs": "code"},
+            {"teachers.math"},
+            "no source of data.train has this teacher",
+        ),
         ({"problems": "math", "programs": "code"}, set(), ""),
     ],
 )
-def test_every_source_has_a_teacher_and_every_teacher_a_source(chosen: dict[str, str] | None, keys: set[str], said: str) -> None:
+def test_every_source_has_a_teacher_and_every_teacher_a_source(
+    chosen: dict[str, str] | None, keys: set[str], said: str
+) -> None:
     config = complete(changed(raw_distillation(), {**TEACHERS, "distillation.teacher_of_source": chosen}))
     found = check(config, FACTS)
     assert {violation.key for violation in found} == keys
     assert said in " ".join(violation.bound for violation in found)
     if not keys:
         assert teachers_of_sources(config) == ["math", "code"]
-        assert [role.section for role in Distillation.roles(config)] == ["policy", "teachers.math", "teachers.code"]
+        assert [role.section for role in Distillation.roles(config)] == [
+            "policy",
+            "teachers.math",
+            "teachers.code",
+        ]
 
 
 def test_a_source_is_called_by_its_environment_first() -> None:
@@ -307,11 +406,16 @@ def test_a_name_of_a_teacher_is_one_that_metrics_can_bear() -> None:
     assert [violation.key for violation in check(config, FACTS)] == ["teachers.a/b"]
 
 
-def test_the_whole_configuration_is_refused_at_once(tmp_path: Path, model: str, data: str, teacher: str) -> None:
+def test_the_whole_configuration_is_refused_at_once(
+    tmp_path: Path, model: str, data: str, teacher: str
+) -> None:
     config = distillation_config(tmp_path, model, data, teacher, topk_logits_k=10**6)
     config["policy"]["generation"]["top_p"] = 0.5
     maker = PolicyMaker()
     with pytest.raises(ConfigError) as caught:
         run(config, maker)
-    assert {violation.key for violation in caught.value.violations} == {"distillation.topk_logits_k", "policy.generation.top_p"}
+    assert {violation.key for violation in caught.value.violations} == {
+        "distillation.topk_logits_k",
+        "policy.generation.top_p",
+    }
     assert not maker.policies

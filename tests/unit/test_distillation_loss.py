@@ -1,4 +1,5 @@
-"""The loss of distillation against its equations, worked out token by token in float64: values, gradients by the logits, and metrics."""
+"""The loss of distillation against its equations, worked out token by token in float64: values, gradients by
+the logits, and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ TOKENS = 23.0
 KINDS = ("forward", "reverse", "mixed")
 
 
-def drawn(seed: int, rows: int, length: int, vocabulary: int, count: int, spread: float = 2.0) -> dict[str, Any]:
+def drawn(
+    seed: int, rows: int, length: int, vocabulary: int, count: int, spread: float = 2.0
+) -> dict[str, Any]:
     """A batch with the teacher's tokens, and the logits of the policy [rows, length - 1, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -32,7 +35,9 @@ def drawn(seed: int, rows: int, length: int, vocabulary: int, count: int, spread
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     teacher = (spread * normal(rows, length, vocabulary)).log_softmax(-1)
-    indices = largest_tokens(teacher.flatten(0, 1), VocabularyShard(vocabulary), count).view(rows, length, count)
+    indices = largest_tokens(teacher.flatten(0, 1), VocabularyShard(vocabulary), count).view(
+        rows, length, count
+    )
     return {
         "input_ids": torch.randint(vocabulary, (rows, length), generator=generator),
         "token_mask": (torch.rand(rows, length, generator=generator) < 0.6).double(),
@@ -53,7 +58,9 @@ def computed(batch: dict[str, Any], **config: Any) -> tuple[Tensor, dict[str, Te
     return DistillationLossFn(config)(batch, *given)  # type: ignore[arg-type]
 
 
-def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) -> tuple[dict[str, float], Tensor]:
+def worked_out(
+    batch: dict[str, Any], kind: str, weight: float, outside: str
+) -> tuple[dict[str, float], Tensor]:
     """Metrics and the gradient by the logits, by sums over single tokens."""
     out = dict.fromkeys(("loss", "forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     logits = batch["logits"].detach()
@@ -66,10 +73,15 @@ def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) ->
         q = [math.exp(float(x)) / total for x in logits[row, place]]
         chosen = batch["teacher_topk_indices"][row, place].tolist()
         others = [v for v in range(len(q)) if v not in chosen]
-        p_of = dict(zip(chosen, (math.exp(float(x)) for x in batch["teacher_topk_logits"][row, place]), strict=True))
+        p_of = dict(
+            zip(chosen, (math.exp(float(x)) for x in batch["teacher_topk_logits"][row, place]), strict=True)
+        )
         mass_p, mass_q = math.fsum(p_of.values()), math.fsum(q[v] for v in chosen)
         # not the difference from 1, which has fewer digits
-        rest_p, rest_q = math.fsum(math.exp(float(batch["teacher"][row, place, v])) for v in others), math.fsum(q[v] for v in others)
+        rest_p, rest_q = (
+            math.fsum(math.exp(float(batch["teacher"][row, place, v])) for v in others),
+            math.fsum(q[v] for v in others),
+        )
         out["teacher_mass"] += mass_p / TOKENS
         out["policy_mass"] += mass_q / TOKENS
         if outside == "renormalize":
@@ -129,7 +141,10 @@ def test_all_tokens_give_the_divergence_over_the_vocabulary_and_fewer_a_lower_bo
     one, other = batch["teacher"][:, :-1], batch["logits"].detach().log_softmax(-1)
     one, other = (one, other) if kind == "forward" else (other, one)
     # with one token left, the other outcome is that token
-    assert all(later > before - 1e-12 for before, later in itertools.pairwise(bounds)) and bounds[0] < 0.8 * bounds[-1]
+    assert (
+        all(later > before - 1e-12 for before, later in itertools.pairwise(bounds))
+        and bounds[0] < 0.8 * bounds[-1]
+    )
     assert bounds[-1] == pytest.approx(float((one.exp() * (one - other)).sum()) / TOKENS, rel=1e-12)
 
 
@@ -151,7 +166,11 @@ def test_what_is_masked_reaches_nothing(outside: str, value: float) -> None:
     batch = drawn(7, 4, 5, 6, 3)
     clean, metrics = computed(batch, **config)
     clean.backward()
-    spoiled = {**batch, "teacher_topk_logits": batch["teacher_topk_logits"].clone(), "logits": batch["logits"].detach().clone()}
+    spoiled = {
+        **batch,
+        "teacher_topk_logits": batch["teacher_topk_logits"].clone(),
+        "logits": batch["logits"].detach().clone(),
+    }
     masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
     spoiled["teacher_topk_logits"][:, :-1][masked[:, 1:]] = value
     spoiled["teacher_topk_logits"][:, -1] = value
@@ -163,7 +182,9 @@ def test_what_is_masked_reaches_nothing(outside: str, value: float) -> None:
     assert torch.equal(spoiled["logits"].grad, batch["logits"].grad)
 
 
-def test_a_token_that_the_teacher_excludes_costs_the_forward_divergence_nothing_and_the_reverse_one_everything() -> None:
+def test_a_token_that_the_teacher_excludes_costs_the_forward_divergence_nothing_and_the_reverse_one_everything() -> (
+    None
+):
     batch = drawn(9, 1, 2, 4, 4)
     batch["token_mask"], batch["sample_mask"] = torch.ones(1, 2).double(), torch.ones(1).double()
     batch["teacher_topk_logits"] = torch.tensor([0.5, 0.3, 0.2, 0.0]).double().log().expand(1, 2, 4)
@@ -178,7 +199,10 @@ def test_a_number_that_is_none_is_seen() -> None:
     batch["token_mask"], batch["sample_mask"] = torch.ones(2, 3).double(), torch.ones(2).double()
     batch["teacher_topk_logits"][0, 0, 1] = math.nan
     for kind, outside in itertools.product(KINDS, ("rest", "renormalize")):
-        assert math.isnan(float(computed(batch, kl_type=kind, outside_topk=outside)[0].detach())), (kind, outside)
+        assert math.isnan(float(computed(batch, kl_type=kind, outside_topk=outside)[0].detach())), (
+            kind,
+            outside,
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
@@ -191,17 +215,24 @@ def test_in_float32_a_confident_teacher_makes_no_infinity(scale: float) -> None:
         exact, _ = computed(batch, kl_type=kind)
         loss.backward()
         assert torch.isfinite(single["logits"].grad).all()
-        # where the exact rest is below what float32 can tell from 0, it counts as that much, and divergences from it are less
+        # where the exact rest is below what float32 can tell from 0, it counts as that much, and divergences
+        # from it are less
         least = 1 - 1e-4 if scale == 1.0 else 0.0
         assert least * float(exact.detach()) <= float(loss.detach()) <= (1 + 1e-4) * float(exact.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_the_rest_is_at_least_sixteen_units_of_rounding_and_has_no_gradient_there(kind: str, dtype: torch.dtype) -> None:
-    """The teacher has K = 2 tokens of the vocabulary's 3 and 1/4 of its probability outside; the policy has nothing outside of them."""
+def test_the_rest_is_at_least_sixteen_units_of_rounding_and_has_no_gradient_there(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """The teacher has K = 2 tokens of the vocabulary's 3 and 1/4 of its probability outside; the policy has
+    nothing outside of them."""
     least = 16 * torch.finfo(dtype).eps
-    teacher, policy = torch.tensor([0.5, 0.25], dtype=dtype).log(), torch.tensor([0.75, 0.25], dtype=dtype).log()
+    teacher, policy = (
+        torch.tensor([0.5, 0.25], dtype=dtype).log(),
+        torch.tensor([0.75, 0.25], dtype=dtype).log(),
+    )
     data: Any = {
         "teacher_topk_logits": teacher.expand(1, 2, 2),
         "teacher_topk_indices": torch.arange(2).expand(1, 2, 2),
@@ -209,11 +240,15 @@ def test_the_rest_is_at_least_sixteen_units_of_rounding_and_has_no_gradient_ther
         "sample_mask": torch.ones(1),
     }
     scored = policy.expand(1, 1, 2).clone().requires_grad_()
-    loss, _ = DistillationLossFn({"kl_type": kind})(data, torch.tensor(1.0), torch.tensor(1.0), scored[..., 0].detach(), scored)  # type: ignore[typeddict-item]
+    loss, _ = DistillationLossFn({"kl_type": kind})(
+        data, torch.tensor(1.0), torch.tensor(1.0), scored[..., 0].detach(), scored
+    )  # type: ignore[typeddict-item]
     p, q = (0.5, 0.25, 0.25), (0.75, 0.25, least)
     if kind == "reverse":
         p, q = q, p
-    assert float(loss.detach()) == pytest.approx(math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True)), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(
+        math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True)), rel=1e-6
+    )
     (gradient,) = torch.autograd.grad(loss, scored)
     expected = [-0.5, -0.25] if kind == "forward" else [0.75 * (math.log(1.5) + 1), 0.25]
     assert gradient.flatten().tolist() == pytest.approx(expected, rel=1e-6)
@@ -221,8 +256,8 @@ def test_the_rest_is_at_least_sixteen_units_of_rounding_and_has_no_gradient_ther
 
 @pytest.mark.parametrize("mass", [1e-7, 3e-4, 0.3, 0.49, 0.51, 0.9, 0.9999])
 def test_loss_and_gradient_of_a_token_are_those_of_float64(mass: float) -> None:
-    """Neither a token that is nearly sure nor one that is hardly possible loses digits: in float32 the loss is
-    that of float64 to 1e-6, and so is the gradient."""
+    """Neither a token that is nearly sure nor one that is hardly possible loses digits: in float32 the loss
+    is that of float64 to 1e-6, and so is the gradient."""
     found = []
     for dtype in (torch.float32, torch.float64):
         teacher = torch.tensor(0.09).log().to(dtype)
@@ -233,7 +268,9 @@ def test_loss_and_gradient_of_a_token_are_those_of_float64(mass: float) -> None:
             "token_mask": torch.ones(1, 2),
             "sample_mask": torch.ones(1),
         }
-        loss, _ = DistillationLossFn({"kl_type": "reverse"})(data, torch.tensor(1.0), torch.tensor(1.0), scored[..., 0].detach(), scored)  # type: ignore[typeddict-item]
+        loss, _ = DistillationLossFn({"kl_type": "reverse"})(
+            data, torch.tensor(1.0), torch.tensor(1.0), scored[..., 0].detach(), scored
+        )  # type: ignore[typeddict-item]
         (gradient,) = torch.autograd.grad(loss, scored)
         found.append((float(loss.detach()), float(gradient)))
     (loss, gradient), (exact_loss, exact_gradient) = found

@@ -1,5 +1,5 @@
-"""The penalty on the divergence leads to the optimum that it defines, from wherever the policy starts: one state, five tokens, and the
-expectation over all of them in the place of samples."""
+"""The penalty on the divergence leads to the optimum that it defines, from wherever the policy starts: one
+state, five tokens, and the expectation over all of them in the place of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REFERENCE = torch.tensor([-14.0, 0.0, 0.4, -0.3, -0.9], dtype=torch.float64).log
 OPTIMUM = (REFERENCE + REWARDS / BETA).log_softmax(0)
 """Maximises E[reward] - BETA KL(policy || reference): the reference times exp(reward / BETA), normalised."""
 FAR = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-"""Logits of a policy that has run away to the first token: 22 nats above the reference there, and up to 9 below it elsewhere."""
+"""Logits of a policy that has run away to the first token: 22 nats above the reference there, and up to 9
+below it elsewhere."""
 
 
 def divergence(policy: Tensor, other: Tensor) -> float:
@@ -41,7 +42,8 @@ def loss_function(**settings: Any) -> ClippedPGLossFn:
 
 
 def expected_gradient(loss_fn: ClippedPGLossFn, logits: Tensor) -> Tensor:
-    """The gradient of the mean of the loss over tokens, each as often as the policy samples it, by the logits."""
+    """The gradient of the mean of the loss over tokens, each as often as the policy samples it, by the
+    logits."""
     logits = logits.clone().requires_grad_()
     policy = logits.log_softmax(0)
     sampled = policy.detach()
@@ -63,7 +65,10 @@ def expected_gradient(loss_fn: ClippedPGLossFn, logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("approximation", [False, True])
-@pytest.mark.parametrize(("difference", "estimate"), [(20.0, 10.0), (4.0, 10.0), (20.0, 0.05), (None, 10.0), (20.0, None), (None, None)])
+@pytest.mark.parametrize(
+    ("difference", "estimate"),
+    [(20.0, 10.0), (4.0, 10.0), (20.0, 0.05), (None, 10.0), (20.0, None), (None, None)],
+)
 def test_a_policy_far_from_the_reference_comes_back_to_the_optimum(
     kind: str, approximation: bool, difference: float | None, estimate: float | None
 ) -> None:
@@ -88,5 +93,9 @@ def test_the_gradient_is_that_of_the_divergence_however_far(kind: str, estimate:
     policy = logits.log_softmax(0)
     objective = (policy.exp() * (BETA * (policy - REFERENCE) - REWARDS)).sum()
     (true,) = torch.autograd.grad(objective, logits)
-    settings = {"reference_policy_kl_type": kind, "kl_input_clamp_value": None, "kl_output_clamp_value": estimate}
+    settings = {
+        "reference_policy_kl_type": kind,
+        "kl_input_clamp_value": None,
+        "kl_output_clamp_value": estimate,
+    }
     torch.testing.assert_close(expected_gradient(loss_function(**settings), FAR), true, rtol=1e-6, atol=1e-9)

@@ -1,4 +1,5 @@
-"""The doctor: what is real here is really tried, and what is not here is judged from what a driver or kernel would say."""
+"""The doctor: what is real here is really tried, and what is not here is judged from what a driver or kernel
+would say."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def verdicts(checks: list[Check]) -> dict[str, str]:
 
 
 def test_the_command_tries_everything_and_leaves_nothing(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # some clusters' Python greets on standard output
     site = tmp_path_factory.mktemp("site")
@@ -42,12 +46,24 @@ def test_the_command_tries_everything_and_leaves_nothing(
     code = main(["doctor", "--run-dir", str(tmp_path / "runs" / "new"), "--json"])
     told = json.loads(capsys.readouterr().out)
     found = {check["name"]: check for check in told["checks"]}
-    assert {check["room"] for check in told["checks"]} == {"versions", "devices", "builds", "system", "network", "storage"}
-    assert found["gloo all-reduce"]["verdict"] == "ok" and "2 processes added 4 MiB" in found["gloo all-reduce"]["found"]
+    assert {check["room"] for check in told["checks"]} == {
+        "versions",
+        "devices",
+        "builds",
+        "system",
+        "network",
+        "storage",
+    }
+    assert (
+        found["gloo all-reduce"]["verdict"] == "ok"
+        and "2 processes added 4 MiB" in found["gloo all-reduce"]["found"]
+    )
     assert found["writing"]["verdict"] == found["locks"]["verdict"] == "ok"
     assert found["python"]["found"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"]["verdict"] == "ok" and {"Transformer Engine", "vLLM", "Slurm"} <= set(found)
-    assert code == (0 if told["ok"] else 1) and told["ok"] == all(check["verdict"] != "failed" for check in told["checks"])
+    assert code == (0 if told["ok"] else 1) and told["ok"] == all(
+        check["verdict"] != "failed" for check in told["checks"]
+    )
     assert all(check["fix"] for check in told["checks"] if check["verdict"] in ("failed", "warning"))
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +97,11 @@ def test_a_hanging_all_reduce_ends_at_its_deadline() -> None:
 def test_packages_are_held_against_their_bounds(requirement: Requirement, verdict: str, says: str) -> None:
     check = versions.check_package(requirement)
     assert check.verdict.value == verdict and says in check.found
-    assert check.fix == ("" if verdict == "ok" else f"pip install -c constraints-cpu.txt '{requirement.name}{requirement.specifier}'")
+    assert check.fix == (
+        ""
+        if verdict == "ok"
+        else f"pip install -c constraints-cpu.txt '{requirement.name}{requirement.specifier}'"
+    )
 
 
 @pytest.mark.parametrize(("version", "is_told"), [("0.16.1", False), ("0.19.0rc1", False), ("0.19.2", True)])
@@ -112,9 +132,21 @@ def test_slurm_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("driver", "torch", "expected"),
     [
         (None, TorchBuild(None, 0), {"GPU": "absent"}),
-        (Driver("570.1", 12080, (H100,)), TorchBuild("12.8", 1), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"}),
-        (Driver("570.1", 12080, (H100,)), TorchBuild(None, 0), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"}),
-        (Driver("535.1", 12020, (H100,)), TorchBuild("13.0", 0), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"}),
+        (
+            Driver("570.1", 12080, (H100,)),
+            TorchBuild("12.8", 1),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"},
+        ),
+        (
+            Driver("570.1", 12080, (H100,)),
+            TorchBuild(None, 0),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"},
+        ),
+        (
+            Driver("535.1", 12020, (H100,)),
+            TorchBuild("13.0", 0),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "failed"},
+        ),
         (
             Driver("570.1", 12080, (H100, H100)),
             TorchBuild("12.8", 1),
@@ -139,7 +171,11 @@ def test_devices(driver: Driver | None, torch: TorchBuild, expected: dict[str, s
     [
         (DriverFault("Driver/library version mismatch"), TorchBuild("12.8", 0), {"NVIDIA driver": "failed"}),
         (Driver("570.1", 12080, ()), TorchBuild("13.0", 0), {"NVIDIA driver": "ok", "GPU": "absent"}),
-        (Driver("570.1", 12080, (Gpu("GB10", 0, 0),)), TorchBuild("12.8", 1), {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"}),
+        (
+            Driver("570.1", 12080, (Gpu("GB10", 0, 0),)),
+            TorchBuild("12.8", 1),
+            {"NVIDIA driver": "ok", "GPU 0": "ok", "CUDA": "ok"},
+        ),
         (
             Driver("570.1", 12080, (H100, Gpu("", 0, 0, "GPU is lost"))),
             TorchBuild("12.8", 1),
@@ -148,11 +184,15 @@ def test_devices(driver: Driver | None, torch: TorchBuild, expected: dict[str, s
     ],
     ids=["mismatch", "no GPU", "memory of the host", "one lost"],
 )
-def test_drivers_and_devices_that_do_not_answer(driver: Driver | DriverFault, torch: TorchBuild, expected: dict[str, str]) -> None:
+def test_drivers_and_devices_that_do_not_answer(
+    driver: Driver | DriverFault, torch: TorchBuild, expected: dict[str, str]
+) -> None:
     checks = list(judge(driver, torch))
     assert verdicts(checks) == expected
     assert all(check.fix for check in checks if check.verdict in (Verdict.FAILED, Verdict.WARNING))
-    faults = [driver.text] if isinstance(driver, DriverFault) else [gpu.fault for gpu in driver.gpus if gpu.fault]
+    faults = (
+        [driver.text] if isinstance(driver, DriverFault) else [gpu.fault for gpu in driver.gpus if gpu.fault]
+    )
     assert all(any(fault in check.found for check in checks) for fault in faults)
 
 
@@ -195,7 +235,11 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(pynvml, name, reply)
     driver = read_driver()
     assert isinstance(driver, Driver)
-    assert driver.gpus == (Gpu("GPU of slot 0", 80 * GIB, GIB), Gpu("", 0, 0, "GPU is lost"), Gpu("GPU of slot 2", 0, 0))
+    assert driver.gpus == (
+        Gpu("GPU of slot 0", 80 * GIB, GIB),
+        Gpu("", 0, 0, "GPU is lost"),
+        Gpu("GPU of slot 2", 0, 0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,16 +260,24 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(monkeypatch: pytest.MonkeyPa
     ],
     ids=str,
 )
-def test_kernels_of_torch_serve_a_gpu(kernels: tuple[str, ...], capability: tuple[int, int], served: bool) -> None:
+def test_kernels_of_torch_serve_a_gpu(
+    kernels: tuple[str, ...], capability: tuple[int, int], served: bool
+) -> None:
     gpu = Gpu("a GPU", 80 * GIB, 0, capability=capability)
     check = list(judge(Driver("580.1", 13000, (gpu,)), TorchBuild("13.0", 1, kernels)))[-1]
     assert check.name == "CUDA" and (check.verdict is Verdict.OK) is served
-    assert served or (f"compute capability {capability[0]}.{capability[1]}" in check.found and kernels[0] in check.found)
+    assert served or (
+        f"compute capability {capability[0]}.{capability[1]}" in check.found and kernels[0] in check.found
+    )
 
 
 def test_a_driver_that_is_too_old_is_told_which_one_is_wanted() -> None:
     check = list(judge(Driver("570.1", 12080, (H100,)), TorchBuild("13.0", 0)))[-1]
-    assert check.verdict is Verdict.FAILED and "serves at most 12.8" in check.found and "580 or newer" in check.fix
+    assert (
+        check.verdict is Verdict.FAILED
+        and "serves at most 12.8" in check.found
+        and "580 or newer" in check.fix
+    )
 
 
 @pytest.mark.parametrize("package", ["torch", "pynvml"])
@@ -244,10 +296,20 @@ def test_the_driver_agrees_with_torch() -> None:
 
 
 def test_limits_of_the_system() -> None:
-    assert {check.name for check in check_system()} == {"processors", "memory", "/dev/shm", "open files", "locked memory"}
+    assert {check.name for check in check_system()} == {
+        "processors",
+        "memory",
+        "/dev/shm",
+        "open files",
+        "locked memory",
+    }
     assert judge_shared_memory(2 * GIB, 2 * GIB).verdict is Verdict.OK
     full = judge_shared_memory(8 * GIB, GIB)
-    assert full.verdict is Verdict.WARNING and "1.00 of 8.00 GiB free" in full.found and "ls -lt /dev/shm" in full.fix
+    assert (
+        full.verdict is Verdict.WARNING
+        and "1.00 of 8.00 GiB free" in full.found
+        and "ls -lt /dev/shm" in full.fix
+    )
     small = judge_shared_memory(64 * 2**20, 64 * 2**20)
     assert small.verdict is Verdict.WARNING and "0.06 GiB" in small.found and "--shm-size" in small.fix
     infinite = resource.RLIM_INFINITY
@@ -259,9 +321,15 @@ def test_limits_of_the_system() -> None:
 def test_locked_memory_counts_where_there_is_infiniband() -> None:
     infinite, little = resource.RLIM_INFINITY, 8 * 2**20
     assert judge_locked_memory(little, []).found == "8 MiB; no InfiniBand here"
-    assert judge_locked_memory(infinite, ["mlx5_0"]).verdict is judge_locked_memory(64 * GIB, ["mlx5_0"]).verdict is Verdict.OK
+    assert (
+        judge_locked_memory(infinite, ["mlx5_0"]).verdict
+        is judge_locked_memory(64 * GIB, ["mlx5_0"]).verdict
+        is Verdict.OK
+    )
     check = judge_locked_memory(little, ["mlx5_0", "mlx5_1"])
-    assert check.verdict is Verdict.WARNING and "8 MiB, NCCL over mlx5_0, mlx5_1 wants no limit" in check.found
+    assert (
+        check.verdict is Verdict.WARNING and "8 MiB, NCCL over mlx5_0, mlx5_1 wants no limit" in check.found
+    )
     assert "ulimit -l unlimited" in check.fix and "PropagateResourceLimitsExcept" in check.fix
 
 
@@ -271,7 +339,11 @@ def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
     checks = list(check_storage(tmp_path))
-    assert checks[-1].verdict is Verdict.FAILED and f"{tmp_path}: Permission denied" in checks[-1].found and str(tmp_path) in checks[-1].fix
+    assert (
+        checks[-1].verdict is Verdict.FAILED
+        and f"{tmp_path}: Permission denied" in checks[-1].found
+        and str(tmp_path) in checks[-1].fix
+    )
 
 
 def test_a_place_where_no_directory_can_be_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +353,9 @@ def test_a_place_where_no_directory_can_be_fails(tmp_path: Path, monkeypatch: py
     nobody = "~nobody-of-this-name/runs"
     for place in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "circle", Path(nobody)):
         *others, check = check_storage(place)
-        assert others == [] and check.verdict is Verdict.FAILED and str(place) in check.found and check.fix, place
+        assert others == [] and check.verdict is Verdict.FAILED and str(place) in check.found and check.fix, (
+            place
+        )
 
 
 def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path) -> None:
@@ -291,13 +365,18 @@ def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path) -> None:
 
 
 def test_what_is_mounted_over_an_automounter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (("/", "ext4"), ("/home", "autofs"), ("/home", "nfs4"))]
+    mounts = [
+        SimpleNamespace(mountpoint=point, fstype=kind)
+        for point, kind in (("/", "ext4"), ("/home", "autofs"), ("/home", "nfs4"))
+    ]
     monkeypatch.setattr(storage.psutil, "disk_partitions", lambda all: mounts)
     assert "/home/me on nfs4, shared between hosts" in storage.check_file_system(Path("/home/me")).found
     assert "on ext4, of this host alone" in storage.check_file_system(Path("/data")).found
 
 
-def test_bytes_that_another_process_sees_otherwise_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_another_process_sees_otherwise_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert check_durable_write(tmp_path).verdict is Verdict.OK
     assert check_lock(tmp_path).verdict is Verdict.OK
     monkeypatch.setattr(storage, "_READER", "import sys; sys.stdout.write('0' * 64)")
@@ -305,7 +384,10 @@ def test_bytes_that_another_process_sees_otherwise_fail(tmp_path: Path, monkeypa
 
 
 def test_room_for_checkpoints() -> None:
-    assert judge_space(140 * GIB).found == f"140.0 GiB free: one checkpoint of {140 * GIB / 14e9:.1f} billion parameters"
+    assert (
+        judge_space(140 * GIB).found
+        == f"140.0 GiB free: one checkpoint of {140 * GIB / 14e9:.1f} billion parameters"
+    )
     assert judge_space(4 * GIB).verdict is Verdict.WARNING
 
 
@@ -325,4 +407,6 @@ def test_what_was_found_is_folded_and_commands_are_not(
     assert command.run() == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > width] == ["           fix: " + "command " * 40]
-    assert lines[1].startswith("  failed   a thing             found") and lines[2].startswith(" " * 31 + "found")
+    assert lines[1].startswith("  failed   a thing             found") and lines[2].startswith(
+        " " * 31 + "found"
+    )

@@ -13,18 +13,31 @@ import pytest
 from megarl.cli import parse
 from megarl.distributed.node_choice import RayNode
 from megarl.doctor.check import Verdict
-from megarl.doctor.nodes import Shape, compare, interface_hint, interface_towards, judge_gpus, judge_nodes, judge_sums, shape_of
+from megarl.doctor.nodes import (
+    Shape,
+    compare,
+    interface_hint,
+    interface_towards,
+    judge_gpus,
+    judge_nodes,
+    judge_sums,
+    shape_of,
+)
 from megarl.errors import ClusterError
 
 
 def nodes(*gpus: int) -> list[RayNode]:
     return [
-        RayNode(f"n{index + 1}", str(index), {"CPU": 64.0, **({"GPU": float(count)} if count else {})}) for index, count in enumerate(gpus)
+        RayNode(f"n{index + 1}", str(index), {"CPU": 64.0, **({"GPU": float(count)} if count else {})})
+        for index, count in enumerate(gpus)
     ]
 
 
 def run_on(num_nodes: int, gpus_per_node: int, device: str = "cuda") -> dict[str, Any]:
-    return {"cluster": {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "device": device}, "policy": {"generation": None}}
+    return {
+        "cluster": {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "device": device},
+        "policy": {"generation": None},
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,7 +54,9 @@ def run_on(num_nodes: int, gpus_per_node: int, device: str = "cuda") -> dict[str
         (nodes(0), None, "ok", "none; ranks use CPUs"),
     ],
 )
-def test_gpus_are_held_against_the_run(there: list[RayNode], config: Mapping[str, Any] | None, verdict: str, says: str) -> None:
+def test_gpus_are_held_against_the_run(
+    there: list[RayNode], config: Mapping[str, Any] | None, verdict: str, says: str
+) -> None:
     check = judge_gpus(there, config)
     assert check.verdict.value == verdict and says in check.found
     assert ("sbatch --gpus-per-node=8" in check.fix) is (verdict != "ok")
@@ -50,7 +65,11 @@ def test_gpus_are_held_against_the_run(there: list[RayNode], config: Mapping[str
 def test_nodes_are_held_against_the_run() -> None:
     assert judge_nodes(nodes(8, 8), run_on(2, 8)).verdict is Verdict.OK
     check = judge_nodes(nodes(8, 8), run_on(3, 8))
-    assert check.verdict is Verdict.FAILED and "2 in Ray: n1, n2; cluster.num_nodes = 3" in check.found and "sbatch --nodes=3" in check.fix
+    assert (
+        check.verdict is Verdict.FAILED
+        and "2 in Ray: n1, n2; cluster.num_nodes = 3" in check.found
+        and "sbatch --nodes=3" in check.fix
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,13 +93,19 @@ def test_all_ranks_of_a_run_compute_together() -> None:
 
 
 def fact(host: str, interface: str, **versions: str) -> dict[str, Any]:
-    return {"host": host, "interface": interface, "versions": {"python": "3.12.4", "torch": "2.13.0", **versions}}
+    return {
+        "host": host,
+        "interface": interface,
+        "versions": {"python": "3.12.4", "torch": "2.13.0", **versions},
+    }
 
 
 def test_nodes_with_other_versions_are_named() -> None:
     [check] = compare([fact("n1", "ib0"), fact("n2", "ib0")])
     assert check.verdict is Verdict.OK and check.name == "versions"
-    [check] = compare([fact("n1", "ib0"), fact("n2", "ib0", torch="2.15.0"), fact("n2", "ib0", torch="2.15.0")])
+    [check] = compare(
+        [fact("n1", "ib0"), fact("n2", "ib0", torch="2.15.0"), fact("n2", "ib0", torch="2.15.0")]
+    )
     assert check.verdict is Verdict.FAILED and check.name == "torch"
     assert check.found == "nodes differ: 2.13.0 on n1; 2.15.0 on n2" and "MEGARL_VENV" in check.fix
 
@@ -107,20 +132,37 @@ def test_sums_are_judged() -> None:
     right = judge_sums(Ranks((0.002, True), (0.001, True), (0.004, True), (0.001, True)), shape, facts)
     # 4 MiB, each byte 1.5 times over a link, in the 4 ms of the slowest
     assert (
-        right.verdict is Verdict.OK and "4 ranks on 2 nodes added 4 MiB in 4.0 ms, 1.57 GB/s a rank; addresses on eth0, ib0" in right.found
+        right.verdict is Verdict.OK
+        and "4 ranks on 2 nodes added 4 MiB in 4.0 ms, 1.57 GB/s a rank; addresses on eth0, ib0"
+        in right.found
     )
     wrong = judge_sums(Ranks((0.001, True), (0.001, False), (0.001, True), (0.001, False)), shape, facts)
-    assert wrong.verdict is Verdict.FAILED and wrong.found == "wrong sums on ranks 1, 3 of 4" and "GLOO_SOCKET_IFNAME=eth0,ib0" in wrong.fix
+    assert (
+        wrong.verdict is Verdict.FAILED
+        and wrong.found == "wrong sums on ranks 1, 3 of 4"
+        and "GLOO_SOCKET_IFNAME=eth0,ib0" in wrong.fix
+    )
     failed = judge_sums(Ranks(error="\nrank 3: connection refused\nmore"), Shape(2, 2, gpus=True), facts)
     assert failed.verdict is Verdict.FAILED and failed.name == "nccl all-reduce"
-    assert failed.found == "4 ranks on 2 nodes: rank 3: connection refused" and "NCCL_SOCKET_IFNAME=eth0,ib0" in failed.fix
+    assert (
+        failed.found == "4 ranks on 2 nodes: rank 3: connection refused"
+        and "NCCL_SOCKET_IFNAME=eth0,ib0" in failed.fix
+    )
 
 
 def test_interfaces_are_hinted_at() -> None:
     hint = interface_hint("nccl", [fact("n1", "ib0"), fact("n2", "ib0")])
-    assert "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0" in hint and "NCCL_DEBUG=INFO" in hint and "differ" not in hint
+    assert (
+        "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0" in hint
+        and "NCCL_DEBUG=INFO" in hint
+        and "differ" not in hint
+    )
     hint = interface_hint("gloo", [fact("n1", "eno1"), fact("n2", "ib0")])
-    assert "GLOO_SOCKET_IFNAME=eno1,ib0" in hint and "hosts differ: eno1 on n1; ib0 on n2" in hint and "NCCL_DEBUG" not in hint
+    assert (
+        "GLOO_SOCKET_IFNAME=eno1,ib0" in hint
+        and "hosts differ: eno1 on n1; ib0 on n2" in hint
+        and "NCCL_DEBUG" not in hint
+    )
 
 
 def test_the_loopback_interface_leads_to_itself() -> None:
@@ -130,9 +172,14 @@ def test_the_loopback_interface_leads_to_itself() -> None:
 def test_the_command_line() -> None:
     arguments = parse(["doctor", "--nodes", "recipe", "a.b=1", "--with", "base/vllm", "c=2", "--json"])
     assert (
-        arguments.nodes and arguments.config == "recipe" and arguments.overrides == ["a.b=1", "c=2"] and arguments.layers == ["base/vllm"]
+        arguments.nodes
+        and arguments.config == "recipe"
+        and arguments.overrides == ["a.b=1", "c=2"]
+        and arguments.layers == ["base/vllm"]
     )
     assert parse(["doctor", "--nodes"]).config is None
     with pytest.raises(SystemExit):
         parse(["doctor", "recipe"])
-    assert [name for name, _ in parse(["doctor", "--nodes", "recipe", "--unknown"]).strangers] == ["--unknown"]
+    assert [name for name, _ in parse(["doctor", "--nodes", "recipe", "--unknown"]).strangers] == [
+        "--unknown"
+    ]

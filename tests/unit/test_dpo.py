@@ -1,4 +1,5 @@
-"""DPO as a run, around the plain reference policy: what it leaves and learns, the kept log-probabilities of the reference, and resuming."""
+"""DPO as a run, around the plain reference policy: what it leaves and learns, the kept log-probabilities of
+the reference, and resuming."""
 
 from __future__ import annotations
 
@@ -37,9 +38,13 @@ PAIRS = 7
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of pairs: the sum, and a longer answer that is none. Seven pairs and batches of three: steps run over the ends of epochs."""
+    """A file of pairs: the sum, and a longer answer that is none. Seven pairs and batches of three: steps run
+    over the ends of epochs."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    lines = [{"prompt": f"{left}+{left}=", "chosen": str(2 * left), "rejected": "abc"[: 1 + left % 3]} for left in range(PAIRS)]
+    lines = [
+        {"prompt": f"{left}+{left}=", "chosen": str(2 * left), "rejected": "abc"[: 1 + left % 3]}
+        for left in range(PAIRS)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return str(path)
 
@@ -62,22 +67,39 @@ class Counting(PolicyMaker):
 
 
 def test_a_whole_run_leaves_what_it_promises_and_learns(tmp_path: Path, model: str, pairs: str) -> None:
-    config = make_config("dpo", tmp_path / "run", model, pairs, val_at_start=True, max_num_steps=12, sft_loss_weight=0.1)
+    config = make_config(
+        "dpo", tmp_path / "run", model, pairs, val_at_start=True, max_num_steps=12, sft_loss_weight=0.1
+    )
     assert run(config, PolicyMaker()) == 0
     logged = rows(tmp_path / "run")
     before, *trained = logged
-    names = ("loss", "preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
+    names = (
+        "loss",
+        "preference_loss",
+        "sft_loss",
+        "accuracy",
+        "rewards_chosen_mean",
+        "rewards_rejected_mean",
+        "rewards_margin_mean",
+    )
     assert before["validation/samples"] == PAIRS and {f"validation/{name}" for name in names} <= set(before)
     # policy and reference are one
-    assert before["validation/preference_loss"] == pytest.approx(math.log(2), abs=1e-6) and before["validation/accuracy"] == 0
+    assert (
+        before["validation/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        and before["validation/accuracy"] == 0
+    )
     for row in trained:
-        assert {f"train/{name}" for name in (*names, "grad_norm", "lr")} <= set(row) and "timing/reference_logprobs_s" in row
+        assert {f"train/{name}" for name in (*names, "grad_norm", "lr")} <= set(
+            row
+        ) and "timing/reference_logprobs_s" in row
         margin = row["train/rewards_chosen_mean"] - row["train/rewards_rejected_mean"]
         assert row["train/rewards_margin_mean"] == pytest.approx(margin)
         assert (row["train/num_valid_samples"], row["train/global_valid_seqs"]) == (3, 6)
     last = trained[-1]
     assert last["validation/accuracy"] == pytest.approx(1) and last["validation/rewards_margin_mean"] > 1
-    assert last["validation/loss"] == pytest.approx(last["validation/preference_loss"] + 0.1 * last["validation/sft_loss"])
+    assert last["validation/loss"] == pytest.approx(
+        last["validation/preference_loss"] + 0.1 * last["validation/sft_loss"]
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf" / "step_12")
 
 
@@ -86,28 +108,46 @@ def test_a_validation_is_the_mean_over_its_pairs(tmp_path: Path, model: str, pai
     found = []
     for size in (1, 4, 7):
         run_dir = tmp_path / str(size)
-        config = make_config("dpo", run_dir, model, pairs, val_global_batch_size=size, val_micro_batch_size=1, max_num_steps=2)
+        config = make_config(
+            "dpo", run_dir, model, pairs, val_global_batch_size=size, val_micro_batch_size=1, max_num_steps=2
+        )
         config["checkpointing"]["enabled"] = False
         assert run(config, PolicyMaker()) == 0
-        found.append({name: value for name, value in rows(run_dir)[-1].items() if name.startswith("validation/")})
-    assert all(each == pytest.approx(found[0], rel=1e-5) for each in found) and found[0]["validation/samples"] == PAIRS
-    config["run_dir"], config["dpo"] = str(tmp_path / "few"), {**config["dpo"], "val_global_batch_size": 2, "val_batches": 2}
+        found.append(
+            {name: value for name, value in rows(run_dir)[-1].items() if name.startswith("validation/")}
+        )
+    assert (
+        all(each == pytest.approx(found[0], rel=1e-5) for each in found)
+        and found[0]["validation/samples"] == PAIRS
+    )
+    config["run_dir"], config["dpo"] = (
+        str(tmp_path / "few"),
+        {**config["dpo"], "val_global_batch_size": 2, "val_batches": 2},
+    )
     assert run(config, PolicyMaker()) == 0
     assert rows(tmp_path / "few")[-1]["validation/samples"] == 4
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "in the step"])
 def test_a_resumed_run_is_the_whole_one(kept: bool, tmp_path: Path, model: str, pairs: str) -> None:
-    settings = {"cache_reference_logprobs": kept, "preference_loss_type": "ipo", "preference_average_log_probs": True}
-    whole, resumed = (make_config("dpo", tmp_path / name / "run", model, pairs, **settings) for name in ("whole", "resumed"))
+    settings = {
+        "cache_reference_logprobs": kept,
+        "preference_loss_type": "ipo",
+        "preference_average_log_probs": True,
+    }
+    whole, resumed = (
+        make_config("dpo", tmp_path / name / "run", model, pairs, **settings) for name in ("whole", "resumed")
+    )
     assert run(whole, PolicyMaker()) == 0
     with pytest.raises(Crash):
         run(resumed, PolicyMaker(crash_after=3))
-    # the reference is what the run began with, also where its log-probabilities have to be computed anew by a policy that was trained
+    # the reference is what the run began with, also where its log-probabilities have to be computed anew by a
+    # policy that was trained
     shutil.rmtree(tmp_path / "resumed" / "cache", ignore_errors=True)
     maker = Counting()
     assert run(resumed, maker) == 0
-    # training and validation have the same pairs, which are computed once; in the step, two of training and one of validation
+    # training and validation have the same pairs, which are computed once; in the step, two of training and
+    # one of validation
     assert maker.rows == (2 * PAIRS if kept else 2 * (2 * 3 + 2 * 4))
     first, second = (final_weights(tmp_path / name / "run") for name in ("whole", "resumed"))
     assert all(torch.equal(first[name], second[name]) for name in first) and first.keys() == second.keys()
@@ -118,7 +158,9 @@ def test_kept_log_probabilities_are_those_of_each_step(tmp_path: Path, model: st
     weights = []
     for kept in (True, False):
         run_dir = tmp_path / str(kept)
-        assert run(make_config("dpo", run_dir, model, pairs, cache_reference_logprobs=kept), PolicyMaker()) == 0
+        assert (
+            run(make_config("dpo", run_dir, model, pairs, cache_reference_logprobs=kept), PolicyMaker()) == 0
+        )
         weights.append(final_weights(run_dir))
     for name, tensor in weights[0].items():
         # Adam makes of a rounding error in a tiny gradient a step of up to the learning rate
@@ -133,7 +175,9 @@ class Asking:
 
     def ask(self, **changes: Any) -> tuple[int, torch.Tensor]:
         """The rows that the reference was asked for, and what comes of all pairs, [rows, S]."""
-        config = make_config("dpo", self.directory / "run", changes.pop("model", self.model), changes.pop("pairs", self.pairs))
+        config = make_config(
+            "dpo", self.directory / "run", changes.pop("model", self.model), changes.pop("pairs", self.pairs)
+        )
         config["policy"]["precision"] = changes.pop("precision", "float32")
         config["data"]["train"] |= changes.pop("source", {})
         config["data"] |= changes
@@ -176,7 +220,9 @@ def test_kept_log_probabilities_are_the_model_s(tmp_path: Path, model: str, pair
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_next_start_reads_them_and_nothing_old_is_read(tmp_path: Path, model: str, pairs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_start_reads_them_and_nothing_old_is_read(
+    tmp_path: Path, model: str, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reference_logprobs, "_ROWS_OF_TABLE", 4)
     monkeypatch.setattr(reference_logprobs, "_ROWS_OF_CALL", 3)
     asking, everything = Asking(tmp_path, model, pairs), 2 * PAIRS
@@ -212,7 +258,12 @@ def test_the_next_start_reads_them_and_nothing_old_is_read(tmp_path: Path, model
     # a table that a full disk cut off
     damaged = next(each for each in (tmp_path / "cache").iterdir() if (each / "logprobs.values").is_file())
     (damaged / "logprobs.values").write_bytes(b"")
-    all_of_them: list[dict[str, Any]] = [{}, {"model": str(copy)}, {"precision": "bfloat16"}, {"prompt_template": "p{prompt}"}]
+    all_of_them: list[dict[str, Any]] = [
+        {},
+        {"model": str(copy)},
+        {"precision": "bfloat16"},
+        {"prompt_template": "p{prompt}"},
+    ]
     assert sum(asking.ask(**each)[0] for each in all_of_them) <= 4
     assert torch.equal(asking.ask()[1], found)
 
@@ -236,7 +287,13 @@ def test_the_dry_run_counts_pairs(tmp_path: Path, model: str, pairs: str) -> Non
 def test_batches_are_planned_in_rows_and_written_in_pairs(tmp_path: Path, model: str, pairs: str) -> None:
     config = validate_config(make_config("dpo", tmp_path / "run", model, pairs))
     plan = batch_plan(config, layout_of(View(config)))
-    assert (plan.prompts, plan.samples, plan.global_batches, plan.samples_per_rank, plan.micro_batches) == (3, 6, 1, 6, 3)
+    assert (plan.prompts, plan.samples, plan.global_batches, plan.samples_per_rank, plan.micro_batches) == (
+        3,
+        6,
+        1,
+        6,
+        3,
+    )
     assert plan.tokens_per_micro_batch == 2 * config["policy"]["max_total_sequence_length"]
     console = Console(file=io.StringIO(), width=100)
     print_report(config, None, console)

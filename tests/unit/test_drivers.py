@@ -1,4 +1,5 @@
-"""Whole runs of SFT and GRPO in one process: the real drivers, data, checkpoints and logs around the plain reference policy."""
+"""Whole runs of SFT and GRPO in one process: the real drivers, data, checkpoints and logs around the plain
+reference policy."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from megarl.config.validate import validate_config
 from megarl.config.validation_sets import set_plans
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
+from megarl.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MismatchError,
+    StateError,
+    UnusableCheckpointError,
+)
 from megarl.observe.launches import read_launches
 from megarl.observe.sample_files import list_samples, read_samples
 from megarl.run import run as algorithms_run
@@ -31,7 +40,17 @@ from megarl.run.loop import total_steps
 from megarl.run.run import run
 from tests.tables import read_table
 from tests.tiers import sampled, slow
-from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, check_same, comparable, cut_off, final_weights, make_config, rows
+from tests.unit.driver_runs import (
+    STEPS,
+    Crash,
+    PolicyMaker,
+    check_same,
+    comparable,
+    cut_off,
+    final_weights,
+    make_config,
+    rows,
+)
 from tests.unit.reference_policy import ReferencePolicy
 
 TABLES = read_table("drivers.yaml")
@@ -41,7 +60,8 @@ TAUGHT = 70
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> dict[str, str]:
-    """What each algorithm starts from: GRPO needs a model that is right now and then, or there is nothing to reward."""
+    """What each algorithm starts from: GRPO needs a model that is right now and then, or there is nothing to
+    reward."""
     run_dir = tmp_path_factory.mktemp("taught")
     config = make_config("sft", run_dir, model, data, max_num_steps=TAUGHT, val_period=0)
     config["checkpointing"]["enabled"] = False
@@ -50,30 +70,55 @@ def models(tmp_path_factory: pytest.TempPathFactory, model: str, data: str) -> d
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_a_whole_run_leaves_what_it_promises(
+    algorithm: str, tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     maker = PolicyMaker()
     assert run(make_config(algorithm, tmp_path, models[algorithm], data), maker) == 0
     logged = rows(tmp_path)
     assert [row["step"] for row in logged] == list(range(0 if algorithm == "grpo" else 1, STEPS + 1))
     training = [row for row in logged if row["step"]]
-    assert all((row["performance/memory_gib"], row["performance/peak_memory_gib"]) == (0.5, 0.75) for row in training)
+    assert all(
+        (row["performance/memory_gib"], row["performance/peak_memory_gib"]) == (0.5, 0.75) for row in training
+    )
     [launch] = read_launches(tmp_path)
     assert (launch.first_step, launch.total_steps, launch.outcome) == (0, STEPS, "finished")
     for row in training:
-        assert {"train/loss", "train/grad_norm", "train/lr", "timing/train_s", "timing/step_s", "performance/tokens_per_s"} <= set(row)
+        assert {
+            "train/loss",
+            "train/grad_norm",
+            "train/lr",
+            "timing/train_s",
+            "timing/step_s",
+            "performance/tokens_per_s",
+        } <= set(row)
         assert all(value is not None for value in row.values())
     assert all(0 < row["performance/padding_efficiency"] <= 1 for row in training)
     assert [row["train/lr"] for row in training] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
-    assert [("validation/loss" if algorithm == "sft" else "validation/accuracy") in row for row in training] == [False, True, False, True]
+    assert [
+        ("validation/loss" if algorithm == "sft" else "validation/accuracy") in row for row in training
+    ] == [False, True, False, True]
     assert "timing/checkpoint_s" in training[1] and "timing/validation_s" in training[1]
     if algorithm == "grpo":
-        phases = {"timing/generation_s", "timing/reward_s", "timing/logprobs_s", "timing/reference_logprobs_s"}
+        phases = {
+            "timing/generation_s",
+            "timing/reward_s",
+            "timing/logprobs_s",
+            "timing/reference_logprobs_s",
+        }
         assert all(phases <= set(row) for row in training)
         names = ("generation", "logprobs", "reference_logprobs", "train")
-        rates = {f"performance/{name}_{rate}" for name in names for rate in ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu")}
+        rates = {
+            f"performance/{name}_{rate}"
+            for name in names
+            for rate in ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu")
+        }
         assert all(rates | {"performance/idle_s", "performance/mfu"} <= set(row) for row in training)
         assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3) for row in training)
-        assert any(0 < row["train/reward"] < 1 and row["train/advantages_min"] < 0 < row["train/advantages_max"] for row in training)
+        assert any(
+            0 < row["train/reward"] < 1 and row["train/advantages_min"] < 0 < row["train/advantages_max"]
+            for row in training
+        )
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_2", "step_4"]
     info = json.loads((tmp_path / "checkpoints" / "step_4" / "training_info.json").read_text())
@@ -85,7 +130,8 @@ def test_a_whole_run_leaves_what_it_promises(algorithm: str, tmp_path: Path, mod
 
 
 class OtherGenerator(PolicyMaker):
-    """Makes policies whose answers say of each token that it was likelier, by 0.06 in the logarithm, than the policy has it."""
+    """Makes policies whose answers say of each token that it was likelier, by 0.06 in the logarithm, than the
+    policy has it."""
 
     def __call__(self, *arguments: Any) -> ReferencePolicy:
         policy = super().__call__(*arguments)
@@ -103,7 +149,9 @@ class OtherGenerator(PolicyMaker):
 def test_a_mismatch_is_logged_at_every_step_and_ends_the_run_at_its_bound(
     tmp_path: Path, models: dict[str, str], data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config("grpo", tmp_path / "open", models["grpo"], data, max_num_steps=2, val_period=0, val_at_start=False)
+    config = make_config(
+        "grpo", tmp_path / "open", models["grpo"], data, max_num_steps=2, val_period=0, val_at_start=False
+    )
     config["checkpointing"]["enabled"] = False
     assert run(config, OtherGenerator()) == 0
     logged = rows(tmp_path / "open")
@@ -119,7 +167,10 @@ def test_a_mismatch_is_logged_at_every_step_and_ends_the_run_at_its_bound(
         run(config, maker)
     assert maker.policies[0].trained_steps == 0
     assert report(stopped.value) == 1
-    assert "step 1: token_mult_prob_error = 1.062 is above grpo.max_token_mult_prob_error = 1.05" in capsys.readouterr().err
+    assert (
+        "step 1: token_mult_prob_error = 1.062 is above grpo.max_token_mult_prob_error = 1.05"
+        in capsys.readouterr().err
+    )
 
 
 class CountingLogprobs(PolicyMaker):
@@ -146,7 +197,8 @@ class CountingLogprobs(PolicyMaker):
 def test_a_batch_that_is_trained_on_once_needs_no_pass_for_its_logprobs(
     penalty: float, tmp_path: Path, models: dict[str, str], data: str
 ) -> None:
-    """Weights and metrics are those of the run with the pass, to rounding; a bound of the mismatch brings the pass back."""
+    """Weights and metrics are those of the run with the pass, to rounding; a bound of the mismatch brings the
+    pass back."""
     passes, logged, weights = {}, {}, {}
     for name, forced, bound in (("pass", False, None), ("none", True, None), ("bound", True, 10.0)):
         config = make_config("grpo", tmp_path / name, models["grpo"], data, val_period=0, val_at_start=False)
@@ -155,7 +207,11 @@ def test_a_batch_that_is_trained_on_once_needs_no_pass_for_its_logprobs(
         config["loss_fn"] |= {"force_on_policy_ratio": forced, "reference_policy_kl_penalty": penalty}
         maker = CountingLogprobs()
         assert run(config, maker) == 0
-        passes[name], logged[name], weights[name] = maker.passes, comparable(tmp_path / name), final_weights(tmp_path / name)
+        passes[name], logged[name], weights[name] = (
+            maker.passes,
+            comparable(tmp_path / name),
+            final_weights(tmp_path / name),
+        )
     assert passes == {"pass": STEPS, "none": 0, "bound": STEPS}
     for whole, *others in zip(*logged.values(), strict=True):
         for other in others:
@@ -168,7 +224,9 @@ def test_a_batch_that_is_trained_on_once_needs_no_pass_for_its_logprobs(
 
 @sampled(1)
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
+    algorithm: str, tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     model = models[algorithm]
     run(make_config(algorithm, tmp_path / "whole", model, data), PolicyMaker())
     for crash_after in range(STEPS):
@@ -187,12 +245,20 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_p
 def test_a_run_of_mixed_and_filtered_sources_is_resumed_exactly(
     algorithm: str, tmp_path: Path, models: dict[str, str], data: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of four prompts, sources of five and of three: each step ends in the middle of an epoch of some source."""
-    turns = [[("user", f"{one}+1="), ("assistant", str(one + 1)), ("user", "+1="), ("assistant", str(one + 2))] for one in range(4)]
-    rows_of_turns = [{"turns": [{"role": role, "content": content} for role, content in each]} for each in turns]
+    """Steps of four prompts, sources of five and of three: each step ends in the middle of an epoch of some
+    source."""
+    turns = [
+        [("user", f"{one}+1="), ("assistant", str(one + 1)), ("user", "+1="), ("assistant", str(one + 2))]
+        for one in range(4)
+    ]
+    rows_of_turns = [
+        {"turns": [{"role": role, "content": content} for role, content in each]} for each in turns
+    ]
     rows_of_turns[2]["turns"][0]["content"] = "1+" * 9 + "1="
     (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, rows_of_turns)))
-    (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps({"x": {"ask": f"{each}+{each}=", "sum": 2 * each}}) for each in range(5)))
+    (tmp_path / "sums.jsonl").write_text(
+        "\n".join(json.dumps({"x": {"ask": f"{each}+{each}=", "sum": 2 * each}}) for each in range(5))
+    )
     sources = [
         {"path": str(tmp_path / "turns.jsonl"), "messages_key": "turns", "weight": 0.3},
         {"path": str(tmp_path / "sums.jsonl"), "prompt_key": "x.ask", "answer_key": "x.sum", "weight": 0.7},
@@ -204,7 +270,11 @@ def test_a_run_of_mixed_and_filtered_sources_is_resumed_exactly(
     run(whole, PolicyMaker())
     assert "1 of 4 records (25.00 %) are left out" in caplog.text
     info = json.loads((tmp_path / "whole" / "checkpoints" / "step_4" / "training_info.json").read_text())
-    assert info["sampler"]["sizes"] == [3, 5] and info["sampler"]["taken"] == [5, 11] and info["sampler"]["weights"] == ["3/10", "7/10"]
+    assert (
+        info["sampler"]["sizes"] == [3, 5]
+        and info["sampler"]["taken"] == [5, 11]
+        and info["sampler"]["weights"] == ["3/10", "7/10"]
+    )
     for crash_after in (1, 3):
         config = {**whole, "run_dir": str(tmp_path / f"crash{crash_after}")}
         with pytest.raises(Crash):
@@ -229,10 +299,14 @@ def test_columns_that_were_found_are_kept_with_the_run(tmp_path: Path, model: st
     with pytest.raises(Crash):
         run(config, PolicyMaker(3))
     kept = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"]
-    assert kept["train"] == kept["validation"] == {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    assert (
+        kept["train"] == kept["validation"] == {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    )
     other = tmp_path / "other.jsonl"
     other.write_text(Path(data).read_text().replace('"prompt":', '"question":'))
-    with pytest.raises(ConfigError, match=r"data\.train\.prompt_key = 'question': .* was trained with 'prompt'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.prompt_key = 'question': .* was trained with 'prompt'"
+    ):
         run(merged(config, {"data": {"train": {"path": str(other)}}}), PolicyMaker())
     explicit = make_config("sft", tmp_path / "run", model, data)
     maker = PolicyMaker()
@@ -246,7 +320,10 @@ def test_a_validation_set_keeps_its_name_where_its_form_is_a_named_one(tmp_path:
     for file in files:
         file.write_text("\n".join(map(json.dumps, problems)))
     config = make_config("grpo", tmp_path / "run", model, str(files[0]))
-    config["data"] |= {"train": {"path": str(files[0])}, "validation": [{"path": str(file)} for file in files[1:]]}
+    config["data"] |= {
+        "train": {"path": str(files[0])},
+        "validation": [{"path": str(file)} for file in files[1:]],
+    }
     config = validate_config(config)
     with ExitStack() as stack:
         inputs = read_inputs(config, stack)
@@ -296,14 +373,19 @@ def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data
         run(config, PolicyMaker())
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path: Path, model: str, data: str) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
+    tmp_path: Path, model: str, data: str
+) -> None:
     config = make_config("sft", tmp_path, model, data)
     run(config, PolicyMaker())
     rows_before = (tmp_path / "metrics.jsonl").read_bytes()
     for step in (2, 4):
         (tmp_path / f"checkpoints/step_{step}/training_info.json").write_text("{}")
     maker = PolicyMaker()
-    with pytest.raises(UnusableCheckpointError, match=r"2 checkpoints and none can be used.*step_4: .*training_info.*step_2: ") as caught:
+    with pytest.raises(
+        UnusableCheckpointError,
+        match=r"2 checkpoints and none can be used.*step_4: .*training_info.*step_2: ",
+    ) as caught:
         run(config, maker)
     assert caught.value.exit_code == 2 and not maker.policies
     assert (tmp_path / "metrics.jsonl").read_bytes() == rows_before
@@ -311,7 +393,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path: P
     run(config, maker)
     assert maker.policies[0].trained_steps == STEPS
     assert (tmp_path / "metrics.before-1.jsonl").read_bytes() == rows_before
-    assert (tmp_path / f"hf/step_{STEPS}.before-1").is_dir() and (tmp_path / f"hf/step_{STEPS}").is_dir(), "not the old export for the new"
+    assert (tmp_path / f"hf/step_{STEPS}.before-1").is_dir() and (tmp_path / f"hf/step_{STEPS}").is_dir(), (
+        "not the old export for the new"
+    )
     assert len(rows(tmp_path)) == len(rows_before.splitlines())
 
 
@@ -319,11 +403,15 @@ CHANGES: list[tuple[str, dict[str, Any], bool, str]] = TABLES["changes"]
 
 
 def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    return config | {key: merged(config[key], value) if isinstance(value, dict) else value for key, value in change.items()}
+    return config | {
+        key: merged(config[key], value) if isinstance(value, dict) else value for key, value in change.items()
+    }
 
 
 @sampled(3)
-@pytest.mark.parametrize(("change", "acceptable", "message"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "acceptable", "message"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES]
+)
 def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
     change: dict[str, Any], acceptable: bool, message: str, tmp_path: Path, model: str, data: str
 ) -> None:
@@ -343,7 +431,9 @@ def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
             with pytest.raises(ConfigError, match=message):
                 run(changed, maker)
             assert not maker.policies
-            assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11, "the refused one is not left there"
+            assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11, (
+                "the refused one is not left there"
+            )
 
 
 @pytest.mark.parametrize(
@@ -354,20 +444,37 @@ def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
         ({"lr": 1e-3, "eps": 1e-6}, {"lr": 1e-3}, None),
     ],
 )
-def test_of_torch_a_rate_may_change_and_a_moment_may_not(before: dict[str, float], now: dict[str, float], key: str | None) -> None:
+def test_of_torch_a_rate_may_change_and_a_moment_may_not(
+    before: dict[str, float], now: dict[str, float], key: str | None
+) -> None:
     """Also where only one of the two configurations has the argument."""
-    old, new = ({"policy": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs}}} for kwargs in (before, now))
-    with pytest.raises(ConfigError, match="accept_changes=true" if key else r"kwargs\.eps = None: .*would do nothing"):
+    old, new = (
+        {"policy": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs}}} for kwargs in (before, now)
+    )
+    with pytest.raises(
+        ConfigError, match="accept_changes=true" if key else r"kwargs\.eps = None: .*would do nothing"
+    ):
         check_changes(old, new, "step_2", accepted=False)
     if key is not None:
         assert check_changes(old, new, "step_2", accepted=True) == {key: (before.get("lr"), now["lr"])}
 
 
-def test_what_does_not_matter_may_change_and_is_said(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_matter_may_change_and_is_said(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config("sft", tmp_path, model, data)
     with pytest.raises(Crash):
         run(config, PolicyMaker(3))
-    run(merged(config, {"sft": {"max_num_steps": STEPS + 1}, "policy": {"train_micro_batch_size": 4, "max_grad_norm": 0.5}}), PolicyMaker())
+    run(
+        merged(
+            config,
+            {
+                "sft": {"max_num_steps": STEPS + 1},
+                "policy": {"train_micro_batch_size": 4, "max_grad_norm": 0.5},
+            },
+        ),
+        PolicyMaker(),
+    )
     assert f"checkpoints/step_2: sft.max_num_steps = {STEPS + 1}, there {STEPS}" in caplog.text
     assert "policy.train_micro_batch_size = 4, there 2" in caplog.text
     assert rows(tmp_path)[-1]["step"] == STEPS + 1
@@ -394,7 +501,9 @@ def test_checkpoints_may_lie_in_the_run_directory_itself(tmp_path: Path, model: 
     assert (tmp_path / "run/step_4").is_dir()
 
 
-def test_a_run_that_was_copied_reads_and_writes_its_own_checkpoints(tmp_path: Path, model: str, data: str) -> None:
+def test_a_run_that_was_copied_reads_and_writes_its_own_checkpoints(
+    tmp_path: Path, model: str, data: str
+) -> None:
     config = make_config("sft", tmp_path / "first", model, data)
     with pytest.raises(Crash):
         run(config, PolicyMaker(3))
@@ -402,7 +511,10 @@ def test_a_run_that_was_copied_reads_and_writes_its_own_checkpoints(tmp_path: Pa
     shutil.rmtree(tmp_path / "first")
     kept = yaml.safe_load((tmp_path / "copy/config.yaml").read_text())
     run({**kept, "run_dir": str(tmp_path / "copy")}, PolicyMaker())
-    assert sorted(path.name for path in (tmp_path / "copy/checkpoints").glob("step_*")) == ["step_2", "step_4"]
+    assert sorted(path.name for path in (tmp_path / "copy/checkpoints").glob("step_*")) == [
+        "step_2",
+        "step_4",
+    ]
     assert not (tmp_path / "first").exists()
 
 
@@ -426,21 +538,27 @@ def test_validation_loss_is_that_of_plain_transformers(tmp_path: Path, model: st
         prompt = tokenizer(f"{left}+{left}=")["input_ids"]
         answer = [*tokenizer(str(2 * left))["input_ids"], tokenizer.eos_token_id]
         logits = trained(torch.tensor([prompt + answer])).logits[0].double().log_softmax(-1)
-        total -= sum(float(logits[len(prompt) - 1 + place, token].detach()) for place, token in enumerate(answer))
+        total -= sum(
+            float(logits[len(prompt) - 1 + place, token].detach()) for place, token in enumerate(answer)
+        )
         count += len(answer)
     row = rows(tmp_path)[-1]
     assert row["validation/loss"] == pytest.approx(total / count, rel=1e-5)
     assert row["validation/samples"] == 7
 
 
-def test_validation_accuracy_is_that_of_plain_transformers(tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_validation_accuracy_is_that_of_plain_transformers(
+    tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     run(make_config("grpo", tmp_path, models["grpo"], data, max_num_steps=1, val_period=0), PolicyMaker())
     trained = AutoModelForCausalLM.from_pretrained(models["grpo"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(models["grpo"])
     right = 0
     for left in range(7):
         prompt = torch.tensor([tokenizer(f"{left}+{left}=")["input_ids"]])
-        answer = trained.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)[0, prompt.shape[1] :]
+        answer = trained.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3
+        )[0, prompt.shape[1] :]
         right += tokenizer.decode(answer, skip_special_tokens=True).strip() == str(2 * left)
     first = rows(tmp_path)[0]
     assert first["step"] == 0 and first["validation/samples"] == 7
@@ -458,15 +576,26 @@ def test_total_steps(steps: int, epochs: int | None, records: int, per_step: int
 
 @pytest.mark.parametrize(
     ("name", "refused"),
-    [("train/los", True), ("val_accuracy", True), ("validation/losss", True), ("train/loss", False), ("val_loss", False), ("step", False)],
+    [
+        ("train/los", True),
+        ("val_accuracy", True),
+        ("validation/losss", True),
+        ("train/loss", False),
+        ("val_loss", False),
+        ("step", False),
+    ],
 )
-def test_a_metric_that_no_step_has_ranks_no_checkpoint(name: str, refused: bool, tmp_path: Path, model: str, data: str) -> None:
+def test_a_metric_that_no_step_has_ranks_no_checkpoint(
+    name: str, refused: bool, tmp_path: Path, model: str, data: str
+) -> None:
     config = make_config("sft", tmp_path, model, data)
     config["checkpointing"] |= {"metric_name": name, "export_hf": False}
     if not refused:
         run(config, PolicyMaker())
         return
-    with pytest.raises(ConfigError, match=rf"metric_name = '{name}': this run has no such metric\. Fix: write \S*loss"):
+    with pytest.raises(
+        ConfigError, match=rf"metric_name = '{name}': this run has no such metric\. Fix: write \S*loss"
+    ):
         run(config, PolicyMaker())
     assert not list((tmp_path / "checkpoints").glob("*step_*"))
 
@@ -485,19 +614,24 @@ def test_control_tokens_are_said(tmp_path: Path, model: str, caplog: pytest.LogC
     config["checkpointing"]["enabled"] = config["checkpointing"]["export_hf"] = False
     run(config, PolicyMaker())
     assert (
-        f"1 of 4 prompts have a control token of the tokenizer in their text, which it reads as such; the first: index 1 ({path} line 2)"
-        in caplog.text
-    )
+        "1 of 4 prompts have a control token of the tokenizer in their text, which it reads as such; the "
+        f"first: index 1 ({path} line 2)"
+    ) in caplog.text
     assert repr(get_tokenizer({"name": model}).eos_token) in caplog.text
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_fewer_records_than_a_step_takes_are_refused_and_repeated_ones_are_meant(algorithm: str, tmp_path: Path, model: str) -> None:
+def test_fewer_records_than_a_step_takes_are_refused_and_repeated_ones_are_meant(
+    algorithm: str, tmp_path: Path, model: str
+) -> None:
     """Validation sets may be of any size."""
     path = few_records(tmp_path / "few.jsonl", model, 3)
     config = make_config(algorithm, tmp_path / "run", model, str(path), max_num_steps=2)
     maker = PolicyMaker()
-    with pytest.raises(DataError, match=r"data\.train has 3 records .* a step takes \S+ = 4, .* Fix: write \S+=3 or less, .* repeat: 2"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.train has 3 records .* a step takes \S+ = 4, .* Fix: write \S+=3 or less, .* repeat: 2",
+    ):
         run(config, maker)
     assert maker.policies == []
     config["data"]["train"] = {**config["data"]["train"], "repeat": 2}
@@ -506,7 +640,9 @@ def test_fewer_records_than_a_step_takes_are_refused_and_repeated_ones_are_meant
     assert (info["sampler"]["size"], info["sampler"]["epoch"], info["sampler"]["position"]) == (6, 1, 2)
 
 
-def test_a_run_that_was_begun_with_fewer_records_goes_on(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_begun_with_fewer_records_goes_on(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An earlier version did not refuse it. Other data in their place are no resumption, and are refused."""
     path = few_records(tmp_path / "few.jsonl", model, 3)
     config = make_config("sft", tmp_path / "run", model, str(path), max_num_steps=2, val_period=0)
@@ -522,8 +658,15 @@ def test_a_run_that_was_begun_with_fewer_records_goes_on(tmp_path: Path, model: 
         run(changed, PolicyMaker())
 
 
-def test_a_source_that_weighs_more_than_it_has_is_said(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
-    few = {"path": str(few_records(tmp_path / "few.jsonl", model, 2)), "prompt_key": "prompt", "answer_key": "answer", "weight": 3}
+def test_a_source_that_weighs_more_than_it_has_is_said(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = {
+        "path": str(few_records(tmp_path / "few.jsonl", model, 2)),
+        "prompt_key": "prompt",
+        "answer_key": "answer",
+        "weight": 3,
+    }
     config = make_config("sft", tmp_path / "run", model, data, max_num_steps=1, val_period=0)
     config["data"]["train"] = [few, {**config["data"]["train"], "weight": 1}]
     assert run(config, PolicyMaker()) == 0
@@ -532,13 +675,19 @@ def test_a_source_that_weighs_more_than_it_has_is_said(tmp_path: Path, model: st
 
 
 def test_records_with_equal_prompts_are_groups_of_their_own(tmp_path: Path, model: str) -> None:
-    """As where a set holds a problem several times: what each is compared with are the answers to the same record."""
+    """As where a set holds a problem several times: what each is compared with are the answers to the same
+    record."""
     path = tmp_path / "equal.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "1+1=", "answer": str(answer)}) for answer in range(4)]))
     reward = tmp_path / "reward.py"
-    # each record has a reward of its own, in which its answers differ little: between records they differ much
-    reward.write_text("def far(prompt, response, record):\n    return 100.0 * int(record['answer']) + len(response)\n")
-    config = make_config("grpo", tmp_path / "run", model, str(path), max_num_steps=1, val_period=0, val_at_start=False)
+    # each record has a reward of its own, in which its answers differ little: between records they differ
+    # much
+    reward.write_text(
+        "def far(prompt, response, record):\n    return 100.0 * int(record['answer']) + len(response)\n"
+    )
+    config = make_config(
+        "grpo", tmp_path / "run", model, str(path), max_num_steps=1, val_period=0, val_at_start=False
+    )
     config["grpo"]["normalize_rewards"] = False
     config["env"] = {"reward": f"{reward}:far"}
     run(config, PolicyMaker())
@@ -580,14 +729,24 @@ def mild(prompt, response, record):
 
 @slow
 def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Path, model: str) -> None:
-    """The rest of the run is, to the bit, that with a function which only raises where the other one hangs or kills its process."""
+    """The rest of the run is, to the bit, that with a function which only raises where the other one hangs or
+    kills its process."""
     data, path = few_records(tmp_path / "four.jsonl", model, 4), tmp_path / "verifiers.py"
     path.write_text(VERIFIERS)
     told: dict[str, Any] = {}
     exec(VERIFIERS, told)
     logged = {}
     for name in ("harsh", "mild"):
-        config = make_config("grpo", tmp_path / name, model, str(data), max_num_steps=1, val_period=0, val_at_start=False, val_at_end=False)
+        config = make_config(
+            "grpo",
+            tmp_path / name,
+            model,
+            str(data),
+            max_num_steps=1,
+            val_period=0,
+            val_at_start=False,
+            val_at_end=False,
+        )
         config["env"] = {"reward": f"{path}:{name}", "processes": 2, "timeout_s": 1.0, "on_timeout": "mask"}
         assert run(config, PolicyMaker()) == 0
         [logged[name]] = comparable(tmp_path / name)
@@ -598,19 +757,30 @@ def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Pat
         assert [row["masked"] for row in samples] == [fate != "is judged" for fate in fates]
         assert all((row["reward"] is None) == row["masked"] for row in samples)
         faults = [logged[name].pop(f"train/{key}") for key in ("reward_timeouts", "reward_errors")]
-        assert faults == ([fates.count("hangs"), fates.count("dies")] if name == "harsh" else [0, len(fates) - fates.count("is judged")])
+        assert faults == (
+            [fates.count("hangs"), fates.count("dies")]
+            if name == "harsh"
+            else [0, len(fates) - fates.count("is judged")]
+        )
     assert logged["harsh"] == logged["mild"] and logged["mild"]["train/grad_norm"] > 0
     weights = [load_file(tmp_path / name / "hf" / "step_1" / "model.safetensors") for name in logged]
-    assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert weights[0].keys() == weights[1].keys() and all(
+        torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items()
+    )
 
 
 @slow
-def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(
+    tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     """The same tokens and the same rewards: the same run, to the bit."""
     turns = tmp_path / "turns.jsonl"
     with open(data) as lines, turns.open("w") as out:
         for row in map(json.loads, lines):
-            messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+            messages = [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
             out.write(json.dumps({"talk": {"messages": messages}}) + "\n")
     reward = tmp_path / "reward.py"
     reward.write_text("def right(response, answer):\n    return float(response.strip() == answer)\n")
@@ -618,12 +788,16 @@ def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_
         plain = make_config(algorithm, tmp_path / f"{algorithm}-plain", models[algorithm], data)
         run(plain, PolicyMaker())
         talks = make_config(algorithm, tmp_path / f"{algorithm}-talks", models[algorithm], data)
-        talks["data"] |= {key: {"path": str(turns), "messages_key": "talk.messages"} for key in ("train", "validation")}
+        talks["data"] |= {
+            key: {"path": str(turns), "messages_key": "talk.messages"} for key in ("train", "validation")
+        }
         if algorithm == "grpo":
             talks["env"] = {"reward": f"{reward}:right"}
         run(talks, PolicyMaker())
         check_same(tmp_path / f"{algorithm}-talks", tmp_path / f"{algorithm}-plain")
-    assert any(row["train/reward"] > 0 for row in rows(tmp_path / "grpo-plain") if row["step"]), "there was something to reward"
+    assert any(row["train/reward"] > 0 for row in rows(tmp_path / "grpo-plain") if row["step"]), (
+        "there was something to reward"
+    )
 
 
 @pytest.mark.parametrize("crash_at", [None, 3])
@@ -641,7 +815,9 @@ def test_chosen_steps_are_profiled(crash_at: int | None, tmp_path: Path, model: 
     seen = maker.policies[0].profiled
     assert [kind for kind, _ in seen] == ["start", "torch", "stop", "written"]
     assert seen[1] == ("torch", [0]) and seen[3] == ("written", f"steps_{begun}_to_{STEPS - 1}")
-    assert [steps for kind, steps in seen if kind in {"start", "stop"}] == [begun - 1, STEPS - 1], "before the run's last step"
+    assert [steps for kind, steps in seen if kind in {"start", "stop"}] == [begun - 1, STEPS - 1], (
+        "before the run's last step"
+    )
 
 
 def test_a_range_that_ends_behind_the_run_is_written_too(tmp_path: Path, model: str, data: str) -> None:
@@ -653,7 +829,8 @@ def test_a_range_that_ends_behind_the_run_is_written_too(tmp_path: Path, model: 
 
 
 class KeepingBatches(PolicyMaker):
-    """Keeps what its policies are trained on; of every second answer they say that each token was likelier, by ``apart``."""
+    """Keeps what its policies are trained on; of every second answer they say that each token was likelier,
+    by ``apart``."""
 
     def __init__(self, apart: float = 0.0) -> None:
         super().__init__()
@@ -677,12 +854,18 @@ class KeepingBatches(PolicyMaker):
         return policy
 
 
-def last_step(tmp_path: Path, model: str, data: str, maker: PolicyMaker, loss: dict[str, Any], **section: Any) -> dict[str, Any]:
+def last_step(
+    tmp_path: Path, model: str, data: str, maker: PolicyMaker, loss: dict[str, Any], **section: Any
+) -> dict[str, Any]:
     """The row of the last of two steps of a run without validation."""
-    config = make_config("grpo", tmp_path, model, data, max_num_steps=2, val_period=0, val_at_start=False, **section)
+    config = make_config(
+        "grpo", tmp_path, model, data, max_num_steps=2, val_period=0, val_at_start=False, **section
+    )
     config["checkpointing"]["enabled"] = False
     config["policy"]["train_global_batch_size"] = 12
-    config["env"] = {"rewards": {"one": {"reward": "exact_match"}, "other": {"reward": "exact_match", "weight": 0.5}}}
+    config["env"] = {
+        "rewards": {"one": {"reward": "exact_match"}, "other": {"reward": "exact_match", "weight": 0.5}}
+    }
     config["loss_fn"] |= loss
     assert run(config, maker) == 0
     return rows(tmp_path)[-1]
@@ -693,14 +876,20 @@ IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
 
 @sampled(2)
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gdpo", "reinforce_plus_plus"])
-def test_advantages_are_those_of_the_estimator(name: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_advantages_are_those_of_the_estimator(
+    name: str, tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     maker, loss = KeepingBatches(), {} if name == "gdpo" else {**IN_REWARD, "force_on_policy_ratio": True}
-    row = last_step(tmp_path, models["grpo"], data, maker, loss, adv_estimator={"name": name}, advantage_clip_high=1.5)
+    row = last_step(
+        tmp_path, models["grpo"], data, maker, loss, adv_estimator={"name": name}, advantage_clip_high=1.5
+    )
     batch = maker.batches[-1]
     counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
     advantages = batch["advantages"]
     assert float(advantages.max()) <= 1.5 and bool(advantages[counts].any())
-    same_in_a_row = all(len(set(values[counted].tolist())) <= 1 for values, counted in zip(advantages, counts, strict=True))
+    same_in_a_row = all(
+        len(set(values[counted].tolist())) <= 1 for values, counted in zip(advantages, counts, strict=True)
+    )
     assert same_in_a_row == (name != "reinforce_plus_plus")
     assert ("train/kl_in_reward" in row) == bool(loss)
     assert (row["train/kl_penalty"] == 0) == bool(loss)
@@ -709,7 +898,14 @@ def test_advantages_are_those_of_the_estimator(name: str, tmp_path: Path, models
 def test_an_entropy_bonus_is_taken_off_the_loss_and_logged(tmp_path: Path, model: str, data: str) -> None:
     losses = []
     for coefficient in (0.0, 0.5):
-        row = last_step(tmp_path / str(coefficient), model, data, PolicyMaker(), {"entropy_coef": coefficient}, num_prompts_per_step=4)
+        row = last_step(
+            tmp_path / str(coefficient),
+            model,
+            data,
+            PolicyMaker(),
+            {"entropy_coef": coefficient},
+            num_prompts_per_step=4,
+        )
         first = rows(tmp_path / str(coefficient))[0]
         losses.append(first["train/loss"])
         assert ("train/entropy" in row) == (coefficient > 0)
@@ -744,8 +940,11 @@ class CutOff(KeepingBatches):
 
 
 def filtered(run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
-    """A run of four steps of two global batches each, six rows, in which answers that were cut off are left out."""
-    config = make_config("grpo", run_dir, model, data, val_period=0, val_at_start=False, overlong_filtering=True, **section)
+    """A run of four steps of two global batches each, six rows, in which answers that were cut off are left
+    out."""
+    config = make_config(
+        "grpo", run_dir, model, data, val_period=0, val_at_start=False, overlong_filtering=True, **section
+    )
     config["checkpointing"] |= {"export_hf": False, "save_period": 1, "metric_name": "train/loss"}
     return config
 
@@ -759,12 +958,25 @@ def test_a_step_whose_answers_were_all_cut_off_changes_nothing(
     assert run(filtered(tmp_path, models["grpo"], data), maker) == 0
     first, second, third, last = rows(tmp_path)
     [policy] = maker.policies
-    assert [len(batch["input_ids"]) for batch in maker.batches] == [12, 6, 12] and policy.trained_steps == 2 + 0 + 1 + 2
-    weights = [load_file(tmp_path / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors") for step in (1, 2, 3)]
+    assert [len(batch["input_ids"]) for batch in maker.batches] == [
+        12,
+        6,
+        12,
+    ] and policy.trained_steps == 2 + 0 + 1 + 2
+    weights = [
+        load_file(tmp_path / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors")
+        for step in (1, 2, 3)
+    ]
     assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
     assert any(not torch.equal(values, weights[2][name]) for name, values in weights[0].items())
-    assert (second["train/skipped_steps"], second["train/empty_global_batches"], "train/loss" in second) == (2, 2, False)
-    assert (third["train/skipped_steps"], third["train/empty_global_batches"]) == (1, 1) and third["train/num_valid_samples"] == 6
+    assert (second["train/skipped_steps"], second["train/empty_global_batches"], "train/loss" in second) == (
+        2,
+        2,
+        False,
+    )
+    assert (third["train/skipped_steps"], third["train/empty_global_batches"]) == (1, 1) and third[
+        "train/num_valid_samples"
+    ] == 6
     for row in (first, last):
         assert "train/empty_global_batches" not in row and math.isfinite(row["train/loss"])
     assert second["train/truncated"] == 1.0 and third["train/truncated"] == 0.5
@@ -772,11 +984,17 @@ def test_a_step_whose_answers_were_all_cut_off_changes_nothing(
     assert said.startswith("step 2: none of its 12 answers counts: 12 were cut off, 0 could not be scored")
 
 
-def test_a_run_whose_answers_are_always_cut_off_ends(tmp_path: Path, models: dict[str, str], data: str) -> None:
+def test_a_run_whose_answers_are_always_cut_off_ends(
+    tmp_path: Path, models: dict[str, str], data: str
+) -> None:
     maker = CutOff(dict.fromkeys(range(1, 9), slice(None)))
     config = filtered(tmp_path, models["grpo"], data)
     config["policy"]["max_consecutive_skips"] = 2
-    with pytest.raises(BatchError, match=r"step 2: none of its 12 answers counts: 12 were cut off.*in 2 steps in a row.*Fix: raise policy"):
+    with pytest.raises(
+        BatchError,
+        match=r"step 2: none of its 12 answers counts: 12 were cut off.*in 2 steps in a row.*Fix: raise "
+        r"policy",
+    ):
         run(config, maker)
     assert maker.batches == [] and maker.policies[0].trained_steps == 0
     assert [row["step"] for row in rows(tmp_path)] == [1]

@@ -1,4 +1,5 @@
-"""The engine's attention inside transformers' models: masks, windows, caches and packed rows against transformers' own attention."""
+"""The engine's attention inside transformers' models: masks, windows, caches and packed rows against
+transformers' own attention."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from megarl.errors import ModelError
 from megarl.models.engine.attention import SequenceLayout
 from megarl.models.huggingface.attention import IMPLEMENTATION, attention_forward, default_layout
-from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, layers_of, parameters_on_meta, recompute_layers
+from megarl.models.huggingface.loading import (
+    build_on_meta,
+    check_names,
+    is_tied,
+    layers_of,
+    parameters_on_meta,
+    recompute_layers,
+)
 from tests.models import make_tiny, tiny_config
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mistral_window"]
@@ -29,7 +37,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def both(directory: Path) -> tuple[Any, Any]:
     """The model on our attention, and on transformers' eager one."""
     load = AutoModelForCausalLM.from_pretrained
-    return tuple(load(directory, dtype=torch.float32, attn_implementation=name).eval() for name in (IMPLEMENTATION, "eager"))
+    return tuple(
+        load(directory, dtype=torch.float32, attn_implementation=name).eval()
+        for name in (IMPLEMENTATION, "eager")
+    )
 
 
 def tokens(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -60,7 +71,9 @@ def test_decoding_with_a_cache_equals_whole_sequences(models: dict[str, Path], f
     ids, cache, pieces = tokens(), DynamicCache(config=ours.config), []
     for first, last in [(0, 9), (9, 10), (10, 11), (11, 15), (15, LENGTH)]:
         positions = torch.arange(first, last).expand(2, -1)
-        pieces.append(ours(ids[:, first:last], position_ids=positions, past_key_values=cache, use_cache=True).logits)
+        pieces.append(
+            ours(ids[:, first:last], position_ids=positions, past_key_values=cache, use_cache=True).logits
+        )
     torch.testing.assert_close(torch.cat(pieces, dim=1), ours(ids).logits, atol=2e-5, rtol=1e-5)
 
 
@@ -118,7 +131,9 @@ def test_what_it_is_not_is_refused(asked: dict[str, Any], word: str) -> None:
 def test_parameters_are_on_meta_and_buffers_are_real() -> None:
     model = build_on_meta(tiny_config("llama", tied=True), vocabulary=104)
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert all(not buffer.is_meta and bool(buffer.isfinite().all()) for buffer in model.buffers()) and list(model.buffers())
+    assert all(not buffer.is_meta and bool(buffer.isfinite().all()) for buffer in model.buffers()) and list(
+        model.buffers()
+    )
     assert is_tied(model) and model.lm_head.weight.shape == (104, 36)
     assert model.get_input_embeddings().padding_idx is None
     expected = AutoModelForCausalLM.from_config(tiny_config("llama", tied=True)).model.rotary_emb.inv_freq
@@ -145,7 +160,9 @@ def test_a_rotary_factor_of_vllm_is_refused() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     config = tiny_config("llama", tied=False)
     config.rope_parameters = {**rope, "attn_factor": 0.8}
-    with pytest.raises(ModelError, match=r"attn_factor = 0\.8: transformers does not read it, vLLM multiplies"):
+    with pytest.raises(
+        ModelError, match=r"attn_factor = 0\.8: transformers does not read it, vLLM multiplies"
+    ):
         build_on_meta(config)
     config.rope_parameters = {**rope, "attn_factor": 1.0}
     build_on_meta(config)
@@ -159,7 +176,11 @@ def test_all_that_does_not_fit_is_said_at_once(models: dict[str, Path]) -> None:
     shapes |= {"lm_head.weight": (7, 7), "extra": (1,)}
     with pytest.raises(ModelError, match="3 problems") as caught:
         check_names(source, shapes, tied=False)
-    for line in ("missing: extra [1]", "shape: lm_head.weight is [101, 36], config.json asks for [7, 7]", "unknown: model.norm.weight"):
+    for line in (
+        "missing: extra [1]",
+        "shape: lm_head.weight is [101, 36], config.json asks for [7, 7]",
+        "unknown: model.norm.weight",
+    ):
         assert line in str(caught.value)
     del shapes["lm_head.weight"], shapes["extra"]
     check_names(source, {**shapes, "model.norm.weight": (36,)}, tied=True)

@@ -1,4 +1,5 @@
-"""Dynamic sampling: which groups have a signal, filling a step from the order of the data, and whole runs that are resumed."""
+"""Dynamic sampling: which groups have a signal, filling a step from the order of the data, and whole runs
+that are resumed."""
 
 from __future__ import annotations
 
@@ -42,10 +43,17 @@ def slow_signal(answers: list[tuple[float, bool, bool]], without_truncated: bool
 
 
 def batch_of(groups: list[list[tuple[float, bool, bool]]], first: int = 0, **columns: Any) -> Rollouts:
-    """Samples as a collector gives them, of records that are numbered by their ordinals; an answer is as long as its record's number."""
+    """Samples as a collector gives them, of records that are numbered by their ordinals; an answer is as long
+    as its record's number."""
     answers = [answer for group in groups for answer in group]
-    lengths = torch.tensor([2 + (first + number) % 5 for number in range(len(groups)) for _ in range(GENERATIONS)])
-    ids = torch.where(torch.arange(int(lengths.max())) < lengths[:, None], torch.arange(len(answers))[:, None] + 100 * first, -1)
+    lengths = torch.tensor(
+        [2 + (first + number) % 5 for number in range(len(groups)) for _ in range(GENERATIONS)]
+    )
+    ids = torch.where(
+        torch.arange(int(lengths.max())) < lengths[:, None],
+        torch.arange(len(answers))[:, None] + 100 * first,
+        -1,
+    )
     samples: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": ids,
@@ -54,7 +62,8 @@ def batch_of(groups: list[list[tuple[float, bool, bool]]], first: int = 0, **col
             "prompt_lengths": torch.full_like(lengths, 2),
             "token_mask": (ids != -1).float(),
             # the reward is shaped, so that no two answers have the same
-            "reward": torch.arange(len(answers)) + torch.tensor([value for value, _, _ in answers]).nan_to_num(),
+            "reward": torch.arange(len(answers))
+            + torch.tensor([value for value, _, _ in answers]).nan_to_num(),
             "accuracy": torch.tensor([value for value, _, _ in answers]),
             "sample_mask": torch.tensor([float(scored) for _, scored, _ in answers]),
             "masked": torch.tensor([not scored for _, scored, _ in answers]),
@@ -67,15 +76,22 @@ def batch_of(groups: list[list[tuple[float, bool, bool]]], first: int = 0, **col
     return Rollouts(samples, records, {"asked": len(groups)})
 
 
-@given(groups=st.lists(st.lists(ANSWER, min_size=GENERATIONS, max_size=GENERATIONS), max_size=6), without_truncated=st.booleans())
+@given(
+    groups=st.lists(st.lists(ANSWER, min_size=GENERATIONS, max_size=GENERATIONS), max_size=6),
+    without_truncated=st.booleans(),
+)
 @settings(max_examples=200)
-def test_signals_are_those_of_a_slow_form(groups: list[list[tuple[float, bool, bool]]], without_truncated: bool) -> None:
+def test_signals_are_those_of_a_slow_form(
+    groups: list[list[tuple[float, bool, bool]]], without_truncated: bool
+) -> None:
     answers = [answer for group in groups for answer in group]
     accuracies = torch.tensor([value for value, _, _ in answers], dtype=torch.float32)
     scored = torch.tensor([scored for _, scored, _ in answers], dtype=torch.bool)
     cut_off = torch.tensor([cut_off for _, _, cut_off in answers], dtype=torch.bool)
     trained = scored & ~cut_off if without_truncated else scored
-    assert signals(accuracies, scored, trained, GENERATIONS) == [slow_signal(group, without_truncated) for group in groups]
+    assert signals(accuracies, scored, trained, GENERATIONS) == [
+        slow_signal(group, without_truncated) for group in groups
+    ]
 
 
 def test_values_that_differ_by_rounding_are_alike() -> None:
@@ -85,7 +101,9 @@ def test_values_that_differ_by_rounding_are_alike() -> None:
     assert signals(third + torch.tensor([0, 1e-4, 0]), ones, ones, 3) == [Signal.SOME]
 
 
-def filled(stream: list[list[tuple[float, bool, bool]]], sampler: Any, prompts: int, batch: int, most: int = 1000) -> Filled:
+def filled(
+    stream: list[list[tuple[float, bool, bool]]], sampler: Any, prompts: int, batch: int, most: int = 1000
+) -> Filled:
     """A step filled from a stream of groups, of which the ordinal names the next one."""
 
     def collect(indices: list[int], ordinal: int) -> Rollouts:
@@ -109,7 +127,8 @@ def filled(stream: list[list[tuple[float, bool, bool]]], sampler: Any, prompts: 
 def test_steps_are_filled_alike_however_many_prompts_are_asked_for(
     stream: list[list[tuple[float, bool, bool]]], prompts: int, batches: list[int], before: int, mixed: bool
 ) -> None:
-    """Three steps, each with the next groups of the stream that have a signal: by a loop, and by batches of several sizes."""
+    """Three steps, each with the next groups of the stream that have a signal: by a loop, and by batches of
+    several sizes."""
     stream = [*stream, [(0.0, True, False), (1.0, True, False), (1.0, True, True)]]
 
     def sampler() -> Any:
@@ -134,8 +153,12 @@ def test_steps_are_filled_alike_however_many_prompts_are_asked_for(
             assert got.rollouts.records == [number for number, _ in kept for _ in range(GENERATIONS)]
             samples = got.rollouts.samples
             assert samples["index"].tolist() == [index for _, index in kept for _ in range(GENERATIONS)]
-            assert samples["response_text"] == [str(number * GENERATIONS + answer) for number, _ in kept for answer in range(GENERATIONS)]
-            assert samples["input_ids"].shape[1] == samples["input_lengths"].max(), "as wide as if nothing else had been sampled"
+            assert samples["response_text"] == [
+                str(number * GENERATIONS + answer) for number, _ in kept for answer in range(GENERATIONS)
+            ]
+            assert samples["input_ids"].shape[1] == samples["input_lengths"].max(), (
+                "as wide as if nothing else had been sampled"
+            )
             assert torch.equal(samples["input_ids"] != -1, samples["token_mask"] == 1)
             assert mine.taken == kept[-1][0] + 1, "the next step goes on behind the last prompt of this one"
             judged = mine.taken - begin
@@ -152,14 +175,31 @@ def test_a_step_that_is_never_full_ends_with_the_shares() -> None:
     unscored = [(0.0, False, False)] * 2 + [(1.0, True, False)]
     sampler = ResumableSampler(100, 1)
     with pytest.raises(RewardError) as stopped:
-        filled([group, right, right, right, wrong, half, unscored, right, wrong, right], sampler, 2, 5, most=2)
+        filled(
+            [group, right, right, right, wrong, half, unscored, right, wrong, right], sampler, 2, 5, most=2
+        )
     text = str(stopped.value)
-    assert "step 7: 1 of the 2 groups" in text and "found in 10 prompts" in text and "max_gen_batches = 2 times 5" in text
-    for share in ("with a signal: 10.0%", "all right: 50.0%", "all wrong: 20.0%", "alike otherwise: 10.0%", "to train on: 10.0%"):
+    assert (
+        "step 7: 1 of the 2 groups" in text
+        and "found in 10 prompts" in text
+        and "max_gen_batches = 2 times 5" in text
+    )
+    for share in (
+        "with a signal: 10.0%",
+        "all right: 50.0%",
+        "all wrong: 20.0%",
+        "alike otherwise: 10.0%",
+        "to train on: 10.0%",
+    ):
         assert share in text
     assert sampler.taken == 10
     # the last batch that is allowed may be the one that fills it
-    assert filled([right, group], ResumableSampler(100, 1), 2, 2, most=2).metrics["dynamic_sampling_num_gen_batches"] == 2
+    assert (
+        filled([right, group], ResumableSampler(100, 1), 2, 2, most=2).metrics[
+            "dynamic_sampling_num_gen_batches"
+        ]
+        == 2
+    )
 
 
 def test_columns_that_not_every_batch_has() -> None:
@@ -168,12 +208,21 @@ def test_columns_that_not_every_batch_has() -> None:
     del first.samples["accuracy"]
     samples = joined([first, second], [0, 2], GENERATIONS, -1).samples
     assert samples["accuracy"].tolist() == [*first.samples["reward"].tolist(), 1.0, 0.0, 0.0]
-    assert samples["reward/short"].isnan().tolist() == [True] * 3 + [False] * 3 and samples["reward/short"][3:].tolist() == [3, 4, 5]
+    assert samples["reward/short"].isnan().tolist() == [True] * 3 + [False] * 3 and samples["reward/short"][
+        3:
+    ].tolist() == [3, 4, 5]
 
 
-@given(seed=st.integers(0, 9), steps=st.integers(1, 3), prompts=st.integers(1, 5), cuts=st.lists(st.integers(0, 15), max_size=4))
+@given(
+    seed=st.integers(0, 9),
+    steps=st.integers(1, 3),
+    prompts=st.integers(1, 5),
+    cuts=st.lists(st.integers(0, 15), max_size=4),
+)
 @settings(max_examples=60)
-def test_seeds_follow_the_ordinal_and_are_those_of_a_run_that_drops_nothing(seed: int, steps: int, prompts: int, cuts: list[int]) -> None:
+def test_seeds_follow_the_ordinal_and_are_those_of_a_run_that_drops_nothing(
+    seed: int, steps: int, prompts: int, cuts: list[int]
+) -> None:
     expected = [each for step in range(1, steps + 1) for each in sampling_seeds(seed, step, prompts, 2)]
     places = sorted({0, steps * prompts, *(cut for cut in cuts if cut <= steps * prompts)})
     found = [seeds_from(seed, begin, end - begin, 2, prompts) for begin, end in itertools.pairwise(places)]
@@ -209,7 +258,9 @@ class Judge:
 '''
 
 
-def dynamic_run(path: Path, model: str, data: str, kind: str, maker: PolicyMaker, **section: Any) -> dict[str, Any]:
+def dynamic_run(
+    path: Path, model: str, data: str, kind: str, maker: PolicyMaker, **section: Any
+) -> dict[str, Any]:
     """Run three steps with an environment of the test; the configuration."""
     config = configured(path, model, data, kind, **section)
     assert run(config, maker) == 0
@@ -229,21 +280,39 @@ def configured(path: Path, model: str, data: str, kind: str, **section: Any) -> 
 def same_results(one: Path, other: Path, besides: frozenset[str] = frozenset()) -> None:
     """The same metrics and the same weights, to the bit."""
     for rows_of in zip(comparable(one), comparable(other), strict=True):
-        mine, theirs = ({name: value for name, value in row.items() if name not in besides} for row in rows_of)
+        mine, theirs = (
+            {name: value for name, value in row.items() if name not in besides} for row in rows_of
+        )
         assert mine == theirs
     exported = [path / "hf" / "step_3" / "model.safetensors" for path in (one, other)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
 SAMPLING = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 40}
-WITH_BATCHES = frozenset({"train/dynamic_sampling_num_gen_batches", "train/dynamic_sampling_num_discarded_valid_samples", "train/judged"})
+WITH_BATCHES = frozenset(
+    {
+        "train/dynamic_sampling_num_gen_batches",
+        "train/dynamic_sampling_num_discarded_valid_samples",
+        "train/judged",
+    }
+)
 
 
 @slow
-def test_a_run_that_drops_nothing_is_one_without_dynamic_sampling(tmp_path: Path, model: str, data: str) -> None:
-    for name, section in (("plain", {}), ("dynamic", SAMPLING), ("many at a time", {**SAMPLING, "batch_multiplier": 1.75})):
+def test_a_run_that_drops_nothing_is_one_without_dynamic_sampling(
+    tmp_path: Path, model: str, data: str
+) -> None:
+    for name, section in (
+        ("plain", {}),
+        ("dynamic", SAMPLING),
+        ("many at a time", {**SAMPLING, "batch_multiplier": 1.75}),
+    ):
         dynamic_run(tmp_path / name, model, data, "place", PolicyMaker(), **section)
-    of_sampling = {name for name in rows(tmp_path / "dynamic")[0] if "dynamic_sampling" in name or name == "train/filtered_reward"}
+    of_sampling = {
+        name
+        for name in rows(tmp_path / "dynamic")[0]
+        if "dynamic_sampling" in name or name == "train/filtered_reward"
+    }
     assert len(of_sampling) == 6
     for name in ("dynamic", "many at a time"):
         assert all(row["train/dynamic_sampling_dropped"] == 0 for row in rows(tmp_path / name))
@@ -273,11 +342,15 @@ class FailingGenerator(PolicyMaker):
         return policy
 
 
-def test_a_run_is_resumed_in_the_middle_of_a_refill_and_trains_alike_by_batches_of_any_size(tmp_path: Path, model: str, data: str) -> None:
+def test_a_run_is_resumed_in_the_middle_of_a_refill_and_trains_alike_by_batches_of_any_size(
+    tmp_path: Path, model: str, data: str
+) -> None:
     whole = FailingGenerator()
     dynamic_run(tmp_path / "whole", model, data, "length", whole, **SAMPLING)
     batches = [int(row["train/dynamic_sampling_num_gen_batches"]) for row in rows(tmp_path / "whole")]
-    assert max(batches[1:]) > 1 and any(row["train/dynamic_sampling_dropped"] > 0 for row in rows(tmp_path / "whole")), "there is a refill"
+    assert max(batches[1:]) > 1 and any(
+        row["train/dynamic_sampling_dropped"] > 0 for row in rows(tmp_path / "whole")
+    ), "there is a refill"
     dynamic_run(tmp_path / "many", model, data, "length", PolicyMaker(), **SAMPLING, batch_multiplier=2.5)
     same_results(tmp_path / "many", tmp_path / "whole", WITH_BATCHES)
     refilled = next(step for step, count in enumerate(batches, start=1) if step > 1 and count > 1)
@@ -309,7 +382,9 @@ def test_prompts_without_a_signal_are_never_trained_on(tmp_path: Path, model: st
     dynamic_run(tmp_path / "run", model, data, "length", maker, **SAMPLING, overlong_filtering=True)
     for batch, row in zip(maker.batches, rows(tmp_path / "run"), strict=True):
         assert len(batch["input_ids"]) == 12
-        assert row["train/num_valid_samples"] == batch["sample_mask"].sum() < 12, "what was cut off has no part"
+        assert row["train/num_valid_samples"] == batch["sample_mask"].sum() < 12, (
+            "what was cut off has no part"
+        )
         assert not batch["advantages"][batch["sample_mask"] == 0].any()
         assert 0 <= row["train/accuracy"] <= 1 and row["train/judged"] >= 12
 
@@ -324,13 +399,18 @@ def test_filtered_rewards_are_those_that_are_trained_on(tmp_path: Path, model: s
         rewards = [each["reward"] for each in map(json.loads, lines)]
         assert len(rewards) == 12
         assert row["train/filtered_reward"] == pytest.approx(math.fsum(rewards) / 12, rel=1e-6)
-    assert any(row["train/filtered_reward"] != row["train/reward"] for row in logged), "that is the mean over all that were judged"
+    assert any(row["train/filtered_reward"] != row["train/reward"] for row in logged), (
+        "that is the mean over all that were judged"
+    )
 
 
 def test_a_run_that_never_fills_a_step_ends_before_it_trains(
     tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    maker, config = PolicyMaker(), configured(tmp_path / "run", model, data, "never", use_dynamic_sampling=True)
+    maker, config = (
+        PolicyMaker(),
+        configured(tmp_path / "run", model, data, "never", use_dynamic_sampling=True),
+    )
     config["grpo"]["dynamic_sampling_max_gen_batches"] = 3
     with pytest.raises(RewardError) as stopped:
         run(config, maker)

@@ -1,6 +1,8 @@
-"""Engines that are killed or hang are started anew and asked again: the samples are those of engines that nothing happened to.
+"""Engines that are killed or hang are started anew and asked again: the samples are those of engines that
+nothing happened to.
 
-The engine is a process of its own, which really ends, or really stops; the policy beside it is played, and keeps its weights.
+The engine is a process of its own, which really ends, or really stops; the policy beside it is played, and
+keeps its weights.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ PATIENCE_S = 2.0
 
 
 class PlayedPolicy:
-    """A policy on the engine's devices, whose weights are a number; it is told to move as often as a real one would be."""
+    """A policy on the engine's devices, whose weights are a number; it is told to move as often as a real one
+    would be."""
 
     def __init__(self) -> None:
         self.weights, self.moves = 0, list[str]()
@@ -84,7 +87,8 @@ class EngineProcess(RolloutEngine):
 
     Args:
         policy: whose weights it loads.
-        faults: by method, the signal that its process sends itself at the next call of it; used up one after the other.
+        faults: by method, the signal that its process sends itself at the next call of it; used up one after
+            the other.
         starts_that_fail: how many restarts go wrong.
     """
 
@@ -104,10 +108,14 @@ class EngineProcess(RolloutEngine):
         number = due.pop(0) if due else 0
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps({"method": method, "signal": number, **arguments}).encode() + b"\n")
+            self.process.stdin.write(
+                json.dumps({"method": method, "signal": number, **arguments}).encode() + b"\n"
+            )
         except BrokenPipeError:
             raise WorkerError(f"{method}: the engine's process is gone") from None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S if number == signal.SIGSTOP else None)
+        ready, _, _ = select.select(
+            [self.process.stdout], [], [], PATIENCE_S if number == signal.SIGSTOP else None
+        )
         if not ready:
             self._hangs = True
             raise DeadlineError(f"{method}: no answer")
@@ -159,11 +167,18 @@ class EngineProcess(RolloutEngine):
     def generate(self, data: Any, greedy: bool, *, sampling: Any = None) -> Any:
         if self._version is None:
             raise RefitError("the engine has no whole weights")
-        prompts = [ids[:length].tolist() for ids, length in zip(data["input_ids"], data["input_lengths"], strict=True)]
+        prompts = [
+            ids[:length].tolist()
+            for ids, length in zip(data["input_ids"], data["input_lengths"], strict=True)
+        ]
         if any(99 in prompt for prompt in prompts):
             raise BatchError("99 is no token")
-        answers = self._call("generate", rows=list(zip(prompts, data["sampling_seeds"].tolist(), strict=True)))
-        ids, lengths = pad_rows([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], 0)
+        answers = self._call(
+            "generate", rows=list(zip(prompts, data["sampling_seeds"].tolist(), strict=True))
+        )
+        ids, lengths = pad_rows(
+            [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], 0
+        )
         return BatchedDataDict(
             {
                 "output_ids": ids,
@@ -220,18 +235,28 @@ def running() -> Iterator[list[EngineProcess]]:
 class Rollout:
     """Two steps of a run: samples with the first weights, other weights, samples with these."""
 
-    def __init__(self, model: str, faults: dict[str, list[int]], most: int, starts_that_fail: int = 0) -> None:
+    def __init__(
+        self, model: str, faults: dict[str, list[int]], most: int, starts_that_fail: int = 0
+    ) -> None:
         self.policy = PlayedPolicy()
-        self.engine = EngineProcess(self.policy, {method: list(numbers) for method, numbers in faults.items()}, starts_that_fail)
+        self.engine = EngineProcess(
+            self.policy, {method: list(numbers) for method, numbers in faults.items()}, starts_that_fail
+        )
         self.told: list[MegarlError] = []
-        self.refit = Refit(self.policy, self.engine, colocated=True, max_restarts=most, on_restart=self.told.append)  # type: ignore[arg-type]
+        self.refit = Refit(
+            self.policy, self.engine, colocated=True, max_restarts=most, on_restart=self.told.append
+        )  # type: ignore[arg-type]
         self.timer = PhaseTimer()
         tokenizer = get_tokenizer({"name": model})
         self.collector = Collector(None, tokenizer, Even(), self.timer, None, self.refit)  # type: ignore[arg-type]
 
-    def step(self, step: int, prompts: tuple[tuple[int, ...], ...] = ((5, 6, 7), (8,))) -> BatchedDataDict[Any]:
+    def step(
+        self, step: int, prompts: tuple[tuple[int, ...], ...] = ((5, 6, 7), (8,))
+    ) -> BatchedDataDict[Any]:
         records = [Example(place, ids, (), "2") for place, ids in enumerate(prompts)]
-        samples = self.collector.collect(records, 3, sampling_seeds(11, step, 2, 3), weight_version=step - 1).samples
+        samples = self.collector.collect(
+            records, 3, sampling_seeds(11, step, 2, 3), weight_version=step - 1
+        ).samples
         self.policy.weights, self.refit.stale = step, True
         return samples
 
@@ -241,17 +266,38 @@ class Rollout:
 
 def equal(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
     assert set(one) == set(other)
-    return all(torch.equal(one[name], other[name]) if torch.is_tensor(one[name]) else one[name] == other[name] for name in one)
+    return all(
+        torch.equal(one[name], other[name]) if torch.is_tensor(one[name]) else one[name] == other[name]
+        for name in one
+    )
 
 
 # the calls of a step: the weights' memory, the weights, the cache's memory, answers, rest
-MOMENTS = [("prepare", [0, 9]), ("prepare", [0, 0, 9]), ("load", [9]), ("load", [0, 9]), ("generate", [9]), ("generate", [0, 9])]
-MOMENTS += [("finish", [9]), ("finish", [0, 9]), ("generate", [0, 9, 9]), ("generate", [0, int(signal.SIGSTOP)])]
+MOMENTS = [
+    ("prepare", [0, 9]),
+    ("prepare", [0, 0, 9]),
+    ("load", [9]),
+    ("load", [0, 9]),
+    ("generate", [9]),
+    ("generate", [0, 9]),
+]
+MOMENTS += [
+    ("finish", [9]),
+    ("finish", [0, 9]),
+    ("generate", [0, 9, 9]),
+    ("generate", [0, int(signal.SIGSTOP)]),
+]
 
 
 @sampled(4)
-@pytest.mark.parametrize(("method", "numbers"), MOMENTS, ids=[f"{method}-{'-'.join(map(str, numbers))}" for method, numbers in MOMENTS])
-def test_lost_engines_cost_time_alone(model: str, running: list[EngineProcess], method: str, numbers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("method", "numbers"),
+    MOMENTS,
+    ids=[f"{method}-{'-'.join(map(str, numbers))}" for method, numbers in MOMENTS],
+)
+def test_lost_engines_cost_time_alone(
+    model: str, running: list[EngineProcess], method: str, numbers: list[int]
+) -> None:
     undisturbed = Rollout(model, {}, 0)
     running.append(undisturbed.engine)
     expected = undisturbed.steps()
@@ -296,12 +342,18 @@ def test_a_start_that_fails_counts(model: str, running: list[EngineProcess], mos
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_engines_whose_node_is_lost_are_not_started_there_again(model: str, running: list[EngineProcess], most: int) -> None:
-    """They would wait for a node that does not come back, once for each start; the run looks for other places."""
+def test_engines_whose_node_is_lost_are_not_started_there_again(
+    model: str, running: list[EngineProcess], most: int
+) -> None:
+    """They would wait for a node that does not come back, once for each start; the run looks for other
+    places."""
     run = Rollout(model, {"generate": [9]}, most)
     running.append(run.engine)
     run.refit.lost_nodes = lambda: ["n7"]
-    with pytest.raises(WorkerLostError, match=r"^node n7 is lost, with places of the engines: generate: the engine's process died"):
+    with pytest.raises(
+        WorkerLostError,
+        match=r"^node n7 is lost, with places of the engines: generate: the engine's process died",
+    ):
         run.step(1)
     assert run.refit.restarts == len(run.told) == 0
 

@@ -46,25 +46,43 @@ class Counting(MessageEnv):
     def step(self, message: Any) -> Step:
         self.heard.append(message["content"])
         wanted = self.record.fields["turns"]
-        said = [f"No {len(self.heard)}.", {"role": "user", "content": f"No {len(self.heard)}."}][len(self.heard) % 2]
-        return Step(said, reward=len(self.heard) / 8, done=len(self.heard) == wanted, metrics={"heard": len(message["content"])})
+        said = [f"No {len(self.heard)}.", {"role": "user", "content": f"No {len(self.heard)}."}][
+            len(self.heard) % 2
+        ]
+        return Step(
+            said,
+            reward=len(self.heard) / 8,
+            done=len(self.heard) == wanted,
+            metrics={"heard": len(message["content"])},
+        )
 
 
 def records_of(tokenizer: Any, turns: list[int]) -> list[Example]:
     text = "<|im_start|>user\nAsk {}.<|im_end|>\n<|im_start|>assistant\n"
-    ids = [tokenizer(text.format("x" * place), add_special_tokens=False)["input_ids"] for place in range(len(turns))]
-    return [Example(place, tuple(ids[place]), (), str(place), fields={"turns": count}) for place, count in enumerate(turns)]
+    ids = [
+        tokenizer(text.format("x" * place), add_special_tokens=False)["input_ids"]
+        for place in range(len(turns))
+    ]
+    return [
+        Example(place, tuple(ids[place]), (), str(place), fields={"turns": count})
+        for place, count in enumerate(turns)
+    ]
 
 
 def odd_words(prompt: list[int], seed: int) -> list[int]:
-    """A response of single letters, which the tokenizer itself would merge, that depends on prompt and seed."""
+    """A response of single letters, which the tokenizer itself would merge, that depends on prompt and
+    seed."""
     tokenizer = tokenizer_of("qwen2.5")
     drawn = random.Random(f"{seed} {prompt}")
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("onst", k=drawn.randint(1, 9))]
+    letters = [
+        tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("onst", k=drawn.randint(1, 9))
+    ]
     return [*letters, tokenizer.eos_token_id]
 
 
-def collected(wanted: list[int], environment: Any, generations: int = 2, stream: Any = None, **limits: Any) -> tuple[Rollouts, Any, Any]:
+def collected(
+    wanted: list[int], environment: Any, generations: int = 2, stream: Any = None, **limits: Any
+) -> tuple[Rollouts, Any, Any]:
     collector, engine, tokenizer = collector_of(environment, odd_words, **limits)
     records = records_of(tokenizer, wanted)
     seeds = sampling_seeds(3, 1, len(wanted), generations)
@@ -75,13 +93,23 @@ def collected(wanted: list[int], environment: Any, generations: int = 2, stream:
     return collector.collect(records, generations, seeds, weight_version=1), engine, tokenizer
 
 
-def by_hand(tokenizer: Any, record: Example, seed: int, turns: int) -> tuple[list[int], list[int], list[float]]:
+def by_hand(
+    tokenizer: Any, record: Example, seed: int, turns: int
+) -> tuple[list[int], list[int], list[float]]:
     """Tokens, mask and log-probabilities of a conversation with ``Counting``, one after another."""
-    ids, mask, logprobs = list(record.prompt_ids), [0] * len(record.prompt_ids), [0.0] * len(record.prompt_ids)
+    ids, mask, logprobs = (
+        list(record.prompt_ids),
+        [0] * len(record.prompt_ids),
+        [0.0] * len(record.prompt_ids),
+    )
     for turn in range(turns):
         own = seed if turn == 0 else seed_of_turn(seed, turn)
         said = odd_words(ids, own)
-        ids, mask, logprobs = ids + said, mask + [1] * len(said), logprobs + [logprob_of(token, own) for token in said]
+        ids, mask, logprobs = (
+            ids + said,
+            mask + [1] * len(said),
+            logprobs + [logprob_of(token, own) for token in said],
+        )
         if turn + 1 < turns:
             observed = f"\n<|im_start|>user\nNo {turn + 1}.<|im_end|>\n<|im_start|>assistant\n"
             seen = tokenizer(observed, add_special_tokens=False)["input_ids"]
@@ -103,7 +131,9 @@ def test_rows_are_what_was_sampled_and_observed_token_by_token() -> None:
         end = len(ids)
         assert samples["input_lengths"][row] == end and samples["input_ids"][row, :end].tolist() == ids
         assert samples["token_mask"][row].tolist() == mask + [0] * (samples["token_mask"].shape[1] - end)
-        np.testing.assert_array_equal(samples["generation_logprobs"][row, :end].numpy(), np.array(logprobs, np.float32))
+        np.testing.assert_array_equal(
+            samples["generation_logprobs"][row, :end].numpy(), np.array(logprobs, np.float32)
+        )
         assert samples["generation_lengths"][row] == sum(mask) and samples["turns"][row] == turns
         assert samples["reward"][row] == sum(turn / 8 for turn in range(1, turns + 1))
         canonical += tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
@@ -117,11 +147,15 @@ def test_rows_are_what_was_sampled_and_observed_token_by_token() -> None:
 def _heard(rollouts: Rollouts, tokenizer: Any) -> list[str]:
     samples = rollouts.samples
     counts = samples["token_mask"] != 0
-    return [tokenizer.decode(samples["input_ids"][row][counts[row]].tolist(), skip_special_tokens=True) for row in range(samples.size)]
+    return [
+        tokenizer.decode(samples["input_ids"][row][counts[row]].tolist(), skip_special_tokens=True)
+        for row in range(samples.size)
+    ]
 
 
 def test_one_turn_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation that may have several turns and ends with the first has the rows of one that may have one."""
+    """A conversation that may have several turns and ends with the first has the rows of one that may have
+    one."""
     one, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=1)
     several, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=4)
     assert {*several.samples} - {*one.samples} == {"turns", "ended", "turn_rewards", "token_rewards"}
@@ -152,7 +186,8 @@ def test_neither_pace_nor_order_changes_a_batch(in_waves: bool) -> None:
 
 
 def test_no_conversation_waits_for_another() -> None:
-    """Each pair of conversations would need the other's second turn to wait, were there a barrier: the slow one ends last."""
+    """Each pair of conversations would need the other's second turn to wait, were there a barrier: the slow
+    one ends last."""
     order: list[tuple[int, int]] = []
     lock, fast_ended = threading.Lock(), threading.Event()
 
@@ -167,7 +202,12 @@ def test_no_conversation_waits_for_another() -> None:
                 fast_ended.set()
             return step
 
-    collected([2, 3], MessageEnvironment(Watched, SECTION), 1, stream=lambda engine: ScriptedStream(engine, lambda: 0.0))
+    collected(
+        [2, 3],
+        MessageEnvironment(Watched, SECTION),
+        1,
+        stream=lambda engine: ScriptedStream(engine, lambda: 0.0),
+    )
     assert order == [(1, 1), (1, 2), (1, 3), (0, 1), (0, 2)]
 
 
@@ -182,8 +222,12 @@ def test_tokens_of_a_conversation_are_bounded() -> None:
         assert rollouts.metrics["episodes/tokens"] == 6
         for row in range(6):
             end, start = int(samples["input_lengths"][row]), int(prompts[row])
-            # what fits is the beginning of what would be said without the bound; an observation that nothing could follow is left out
-            assert samples["input_ids"][row, start:end].tolist() == free.samples["input_ids"][row, start:end].tolist()
+            # what fits is the beginning of what would be said without the bound; an observation that nothing
+            # could follow is left out
+            assert (
+                samples["input_ids"][row, start:end].tolist()
+                == free.samples["input_ids"][row, start:end].tolist()
+            )
             assert samples["token_mask"][row, end - 1] == 1
     length = int(prompts.max()) + 3
     rollouts, *_ = collected([4, 4, 4], MessageEnvironment(Counting, SECTION), length=length)
@@ -233,14 +277,18 @@ def hanging() -> Iterator[list[str]]:
 
 
 def odd(*how: str, **section: Any) -> tuple[Rollouts, Any]:
-    collector, _, tokenizer = collector_of(MessageEnvironment(Odd, {**SECTION, **section}), odd_words, turns=3, length=4000)
+    collector, _, tokenizer = collector_of(
+        MessageEnvironment(Odd, {**SECTION, **section}), odd_words, turns=3, length=4000
+    )
     prompt = records_of(tokenizer, [1])[0].prompt_ids
     records = [Example(place, prompt, (), "", fields={"how": each}) for place, each in enumerate(how)]
     Odd.closed.clear()
     return collector.collect(records, 1, list(range(len(records)))), tokenizer
 
 
-def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCaptureFixture, hanging: list[str]) -> None:
+def test_failures_are_observed_masked_or_end_a_conversation(
+    caplog: pytest.LogCaptureFixture, hanging: list[str]
+) -> None:
     hows = ("fine", "raises", "gone", "lost", "hangs", "long", "silent", "reset")
     rollouts, tokenizer = odd(*hows, step_timeout_s=1.0)
     assert not hanging
@@ -251,7 +299,9 @@ def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCa
     assert samples["reward"].tolist() == [0.75, *[0.0] * 7]
     text = tokenizer.decode(samples["input_ids"][1].tolist())
     assert text.count("<|im_start|>user\nError: ValueError: odd move<|im_end|>") == 2
-    assert {name: value for name, value in rollouts.metrics.items() if value and name != "observed_tokens"} == {
+    assert {
+        name: value for name, value in rollouts.metrics.items() if value and name != "observed_tokens"
+    } == {
         "tool_errors": 3,
         "episodes/lost": 3,
         "episodes/late": 1,
@@ -264,7 +314,8 @@ def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCa
 
 
 def test_a_conversation_that_ends_twice_ends_once() -> None:
-    """What a call that was given up says at last, an end and a reward, changes nothing; nor does an end that ``close`` repeats."""
+    """What a call that was given up says at last, an end and a reward, changes nothing; nor does an end that
+    ``close`` repeats."""
     released, came_back = threading.Event(), threading.Event()
 
     class Twice(Counting):
@@ -288,7 +339,12 @@ def test_a_conversation_that_ends_twice_ends_once() -> None:
                 raise RuntimeError("closed already")
 
     section = {**SECTION, "step_timeout_s": 0.3}
-    rollouts, *_ = collected([1, 1, 4], MessageEnvironment(Twice, section), 1, stream=lambda engine: ScriptedStream(engine, lambda: 0.4))
+    rollouts, *_ = collected(
+        [1, 1, 4],
+        MessageEnvironment(Twice, section),
+        1,
+        stream=lambda engine: ScriptedStream(engine, lambda: 0.4),
+    )
     samples = rollouts.samples
     assert samples["ended"] == ["done", "late", "done"] and samples["masked"].tolist() == [False, True, False]
     assert samples["reward"].tolist() == [0.125, 0.0, 10 / 8] and samples["turns"].tolist() == [1, 1, 4]
@@ -306,9 +362,17 @@ def test_rewards_of_conversations_that_have_ended_are_refused() -> None:
         def step(self, turn: Turn) -> EnvironmentReturn:
             said = super().step(turn)
             self.known = max(self.known, len(turn.records))
-            return replace(said, rewards=[1.0] * self.known, terminated=[*said.terminated, *[True] * (self.known - len(turn.records))])
+            return replace(
+                said,
+                rewards=[1.0] * self.known,
+                terminated=[*said.terminated, *[True] * (self.known - len(turn.records))],
+            )
 
-    with pytest.raises(BatchError, match=r"returned \{'rewards': 6, 'terminated': 6\} for 4 responses. Fix: return one of each a response"):
+    with pytest.raises(
+        BatchError,
+        match=r"returned \{'rewards': 6, 'terminated': 6\} for 4 responses. Fix: return one of each a "
+        r"response",
+    ):
         collected([1, 3, 2], Stubborn())
 
 
@@ -342,10 +406,16 @@ def test_what_ends_a_run_does_not_wait_for_environments(hanging: list[str]) -> N
 
     collector, _, tokenizer = collector_of(MessageEnvironment(Interrupted, SECTION), odd_words)
     prompt = records_of(tokenizer, [1])[0].prompt_ids
-    records = [Example(place, prompt, (), "", fields={"how": each}) for place, each in enumerate(["hangs", "fine"])]
+    records = [
+        Example(place, prompt, (), "", fields={"how": each}) for place, each in enumerate(["hangs", "fine"])
+    ]
     Odd.closed.clear()
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectors, "Waves", lambda *arguments, **options: ScriptedStream(ScriptedEngine(odd_words, []), lambda: 0.0))
+        patch.setattr(
+            collectors,
+            "Waves",
+            lambda *arguments, **options: ScriptedStream(ScriptedEngine(odd_words, []), lambda: 0.0),
+        )
         collector.collect(records, 1, [1, 2])
     assert not hanging and Odd.closed == Counter(["hangs", "fine"])
 
@@ -382,7 +452,9 @@ class Batched:
         counts = [(known or 0) + 1 for known in turn.metadata]
         assert counts == list(turn.turns)
         done = [count == record.fields["turns"] for count, record in zip(counts, turn.records, strict=True)]
-        return EnvironmentReturn([1.0] * len(counts), done, [False] * len(counts), ["Again."] * len(counts), counts)
+        return EnvironmentReturn(
+            [1.0] * len(counts), done, [False] * len(counts), ["Again."] * len(counts), counts
+        )
 
     def fault_of_reference(self, answer: str) -> None: ...
 
@@ -425,7 +497,10 @@ def test_an_environment_may_begin_the_conversation() -> None:
     samples = rollouts.samples
     for row in range(2):
         prompt = tokenizer.decode(samples["prompt_ids"][row, : samples["prompt_lengths"][row]].tolist())
-        assert prompt == (f"<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nBoard {row}<|im_end|>\n<|im_start|>assistant\n")
+        assert prompt == (
+            "<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nBoard "
+            f"{row}<|im_end|>\n<|im_start|>assistant\n"
+        )
     assert samples["accuracy"].tolist() == [0.5, 0.5]
 
 

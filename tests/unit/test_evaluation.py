@@ -1,4 +1,5 @@
-"""Figures of validation sets against brute force, and whole runs with several sets whose figures ``megarl eval`` finds again."""
+"""Figures of validation sets against brute force, and whole runs with several sets whose figures ``megarl
+eval`` finds again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import ConfigError, UnusableCheckpointError
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.environments import final_answers, make_environment
-from megarl.rollout.evaluation import ValidatedSet, estimates_of, half_interval, majority, metrics_of_set, pass_at, validation_metrics
+from megarl.rollout.evaluation import (
+    ValidatedSet,
+    estimates_of,
+    half_interval,
+    majority,
+    metrics_of_set,
+    pass_at,
+    validation_metrics,
+)
 from megarl.rollout.samples import validation_seeds
 from megarl.run import evaluate as evaluation_command
 from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
@@ -55,7 +64,11 @@ def test_pass_at_k_is_that_of_all_subsets() -> None:
         for right in range(answered + 1):
             for k in range(1, answered + 1):
                 expected = pass_by_subsets(k, [place < right for place in range(answered)])
-                assert pass_at(k, answered, right) == pytest.approx(float(expected), rel=1e-14, abs=1e-15), (k, answered, right)
+                assert pass_at(k, answered, right) == pytest.approx(float(expected), rel=1e-14, abs=1e-15), (
+                    k,
+                    answered,
+                    right,
+                )
 
 
 def test_pass_at_k_of_many_answers_is_stable() -> None:
@@ -72,12 +85,16 @@ def test_pass_at_more_than_there_are_answers_is_refused(k: int) -> None:
 
 
 def majority_by_draws(answers: Sequence[str | None], right: Sequence[bool]) -> Fraction:
-    """In slow words: of every answer with the most votes, the share of its responses that are right; the mean over such answers."""
+    """In slow words: of every answer with the most votes, the share of its responses that are right; the mean
+    over such answers."""
     votes = {answer: answers.count(answer) for answer in answers if answer is not None}
     if not votes:
         return Fraction(0)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-    shares = [Fraction(sum(ok for each, ok in zip(answers, right, strict=True) if each == winner), votes[winner]) for winner in winners]
+    shares = [
+        Fraction(sum(ok for each, ok in zip(answers, right, strict=True) if each == winner), votes[winner])
+        for winner in winners
+    ]
     return sum(shares, Fraction(0)) / len(shares)
 
 
@@ -89,11 +106,15 @@ def test_the_majority_and_its_ties(answers: list[str | None], right: list[bool],
     assert majority(answers, right) == pytest.approx(expected)
 
 
-def drawn_accuracies(generator: random.Random, prompts: int, k: int, unscored: float) -> tuple[list[float], list[str | None]]:
+def drawn_accuracies(
+    generator: random.Random, prompts: int, k: int, unscored: float
+) -> tuple[list[float], list[str | None]]:
     accuracies, answers = [], []
     for _ in range(prompts):
         for _ in range(k):
-            accuracies.append(nan if generator.random() < unscored else generator.choice([0.0, 0.0, 1.0, 0.5]))
+            accuracies.append(
+                nan if generator.random() < unscored else generator.choice([0.0, 0.0, 1.0, 0.5])
+            )
             answers.append(generator.choice(["a", "b", "c", None]))
     return accuracies, answers
 
@@ -179,13 +200,22 @@ def test_a_random_number_of_a_validation_depends_on_set_prompt_and_answer_alone(
         ("multichoice", "no idea", None),
     ],
 )
-def test_a_final_answer_is_what_the_reward_compares(reward: str, response: str, answer: str | None, tmp_path: Path) -> None:
+def test_a_final_answer_is_what_the_reward_compares(
+    reward: str, response: str, answer: str | None, tmp_path: Path
+) -> None:
     assert _answers_of({"reward": reward}, response) == [answer]
 
 
 def _answers_of(env: dict[str, Any], *responses: str) -> list[str | None] | None:
     environment = make_environment(
-        {"environment": "single_turn", "on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0, **env}
+        {
+            "environment": "single_turn",
+            "on_error": "mask",
+            "on_timeout": "zero",
+            "processes": 1,
+            "timeout_s": 5.0,
+            **env,
+        }
     )
     try:
         return final_answers(environment, [Example(0, (), (), "")] * len(responses), responses)
@@ -214,7 +244,9 @@ def test_a_user_s_function_may_tell_the_final_answer(tmp_path: Path) -> None:
 # figures of made-up samples
 
 
-def validated(name: str, k: int, accuracies: list[float], answers: list[str | None] | None = None, **columns: Any) -> ValidatedSet:
+def validated(
+    name: str, k: int, accuracies: list[float], answers: list[str | None] | None = None, **columns: Any
+) -> ValidatedSet:
     rows = len(accuracies)
     samples: BatchedDataDict[Any] = BatchedDataDict(
         {
@@ -251,7 +283,14 @@ def test_several_sets_have_figures_of_their_own_and_a_mean_over_sets() -> None:
     for one in (few, many):
         for name, value in metrics_of_set(one).items():
             assert found[f"{one.plan.name}/{name}"] == value
-    assert {"few/mean@2", "few/pass@2", "few/pass@2_prompts", "few/majority@2", "many/mean@1", "many/mean@1_ci95"} <= found.keys()
+    assert {
+        "few/mean@2",
+        "few/pass@2",
+        "few/pass@2_prompts",
+        "few/majority@2",
+        "many/mean@1",
+        "many/mean@1_ci95",
+    } <= found.keys()
     assert not {"few/mean@2_ci95", "many/pass@1", "many/majority@1"} & found.keys()
 
 
@@ -264,7 +303,8 @@ def test_an_answer_that_could_not_be_scored_is_in_no_figure() -> None:
 
 
 def test_all_of_pass_at_j_is_over_the_same_prompts() -> None:
-    """A prompt that is never right and lost one of its answers would be in pass@2 alone, which then were smaller than pass@4."""
+    """A prompt that is never right and lost one of its answers would be in pass@2 alone, which then were
+    smaller than pass@4."""
     accuracies = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, nan]
     assert estimates_of(accuracies, 4, ["a"] * 8) == {
         "mean@4": 0.5,
@@ -280,10 +320,21 @@ def test_a_set_of_which_nothing_could_be_scored_has_no_figure() -> None:
     """A scorer that is down is no accuracy of 0, neither of its set nor in the mean over sets."""
     lost = validated("lost", 2, [0.0, 0.0], ["a", "b"], masked=torch.tensor([True, True]))
     for figures in (metrics_of_set(lost), validation_metrics([lost])):
-        assert figures == {"samples": 2, "scored": 0.0, "generation_length": 1.5, "truncated": 0.5, "reward_errors": 1}
+        assert figures == {
+            "samples": 2,
+            "scored": 0.0,
+            "generation_length": 1.5,
+            "truncated": 0.5,
+            "reward_errors": 1,
+        }
     found = validation_metrics([lost, validated("kept", 1, [1.0, 0.0])])
     assert "accuracy" not in found, "the mean over the other sets is another figure"
-    assert (found["kept/accuracy"], found["kept/scored"], found["lost/scored"], found["scored"]) == (0.5, 1.0, 0.0, 0.5)
+    assert (found["kept/accuracy"], found["kept/scored"], found["lost/scored"], found["scored"]) == (
+        0.5,
+        1.0,
+        0.0,
+        0.5,
+    )
 
 
 # configuration
@@ -293,7 +344,13 @@ def several_sets(tmp_path: Path, model: str, data: str, **grpo: Any) -> dict[str
     """A GRPO run with two validation sets: seven sums at mean@4, and three of them answered once."""
     config = make_config("grpo", tmp_path, model, data, **grpo)
     source = config["data"]["train"]
-    few = {**source, "val_set": "few", "max_samples": 3, "val_num_generations_per_prompt": 1, "val_temperature": 0.0}
+    few = {
+        **source,
+        "val_set": "few",
+        "max_samples": 3,
+        "val_num_generations_per_prompt": 1,
+        "val_temperature": 0.0,
+    }
     config["data"]["validation"] = [{**source, "val_temperature": 0.8}, few]
     config["grpo"] |= {"val_num_generations_per_prompt": 4, "val_batch_size": None}
     return config
@@ -304,7 +361,11 @@ def test_keys_of_a_set_go_before_those_of_all(tmp_path: Path, model: str, data: 
     config["policy"]["generation"] |= {"val_top_p": 0.9, "val_top_k": 7}
     config["data"]["validation"][1] |= {"val_top_k": None}
     sums, few = set_plans(validate_config(config))
-    assert sums == SetPlan("sums", (0,), 4, 0.8, 0.9, 7, 5) and sums.sampling == {"temperature": 0.8, "top_p": 0.9, "top_k": 7}
+    assert sums == SetPlan("sums", (0,), 4, 0.8, 0.9, 7, 5) and sums.sampling == {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 7,
+    }
     assert few == SetPlan("few", (1,), 1, 0.0, 0.9, None, 5) and few.sampling is None
     config["data"]["validation"][0]["val_set"] = "few"
     config["data"]["validation"][1] |= {"val_num_generations_per_prompt": 4, "val_temperature": 0.8}
@@ -347,7 +408,9 @@ def of_validation(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name.startswith("validation/")}
 
 
-def test_a_checkpoint_evaluated_alone_has_the_figures_of_its_step(tmp_path: Path, taught: str, data: str) -> None:
+def test_a_checkpoint_evaluated_alone_has_the_figures_of_its_step(
+    tmp_path: Path, taught: str, data: str
+) -> None:
     config = several_sets(tmp_path, taught, data, max_num_steps=2)
     config["checkpointing"] |= {"metric_name": "validation/sums/mean@4", "keep_top_k": 1}
     maker = PolicyMaker()
@@ -368,19 +431,25 @@ def test_a_checkpoint_evaluated_alone_has_the_figures_of_its_step(tmp_path: Path
         assert result["step"] == (2 if row is last else None)
         assert {name: found["samples"] for name, found in result["sets"].items()} == {"sums": 28, "few": 3}
         assert result["sets"]["sums"]["mean@4_ci95"] == row["validation/sums/mean@4_ci95"]
-    # neither the order of the sets, nor the seed of the run, nor how many prompts go together changes an answer
+    # neither the order of the sets, nor the seed of the run, nor how many prompts go together changes an
+    # answer
     config["data"]["validation"].reverse()
     config |= {"seed": 12}
     config["grpo"]["val_batch_size"] = 2
     checked = validate_config(config)
     weights = weights_to_evaluate(checkpoint)
-    assert result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)["metrics"] == of_validation(last)
+    assert result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)["metrics"] == of_validation(
+        last
+    )
 
 
 def test_a_metric_of_no_set_ranks_no_checkpoint(tmp_path: Path, taught: str, data: str) -> None:
     config = several_sets(tmp_path, taught, data)
     config["checkpointing"]["metric_name"] = "validation/sums/mean@8"
-    with pytest.raises(ConfigError, match=r"'validation/sums/mean@8': this run has no such metric\. Fix: write validation/sums/mean@4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'validation/sums/mean@8': this run has no such metric\. Fix: write validation/sums/mean@4",
+    ):
         run(config, PolicyMaker())
 
 
@@ -408,7 +477,8 @@ class Judge:
 def test_a_figure_that_a_validation_has_not_ends_no_run(
     lost: list[int], best: int, tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One answer of each prompt cannot be scored, so that there is no pass@2: of that step, of the first ones, of all."""
+    """One answer of each prompt cannot be scored, so that there is no pass@2: of that step, of the first
+    ones, of all."""
     config = make_config("grpo", tmp_path, model, data, val_num_generations_per_prompt=2)
     (tmp_path / "judge.py").write_text(LOSES_ANSWERS)
     config["env"] = {"environment": f"{tmp_path / 'judge.py'}:Judge", "options": {"lost": lost}}
@@ -423,7 +493,9 @@ def test_a_figure_that_a_validation_has_not_ends_no_run(
     assert caplog.text.count("checkpointing.metric_name = val_pass@2 is not among the metrics") == 1
 
 
-def test_a_metric_that_an_earlier_launch_had_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_an_earlier_launch_had_may_be_absent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = CheckpointManager({"checkpoint_dir": tmp_path, "metric_name": "train/of_mine", "keep_top_k": 1})
     writer = CheckpointWriter(manager, {}, 1)
     with pytest.raises(ConfigError, match="this run has no such metric"):
@@ -443,24 +515,33 @@ def test_a_validation_of_one_set_is_cut_to_its_first_prompts(tmp_path: Path, tau
     run(config, maker)
     [row, _] = rows(tmp_path)
     assert list(of_validation(row)) == [
-        f"validation/{name}" for name in ("accuracy", "samples", "scored", "generation_length", "truncated", *FAULTS)
+        f"validation/{name}"
+        for name in ("accuracy", "samples", "scored", "generation_length", "truncated", *FAULTS)
     ]
     assert row["validation/samples"] == 5
     # val_batch_size = 3
-    assert [call for call in maker.policies[0].generations if call[1]] == [(3, True, None, []), (2, True, None, [])]
+    assert [call for call in maker.policies[0].generations if call[1]] == [
+        (3, True, None, []),
+        (2, True, None, []),
+    ]
 
 
 FAULTS = ("reward_errors", "reward_timeouts")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, taught: str, data: str) -> None:
-    run(make_config("grpo", tmp_path, taught, data, max_num_steps=2, val_period=0, val_at_start=False), PolicyMaker())
+    run(
+        make_config("grpo", tmp_path, taught, data, max_num_steps=2, val_period=0, val_at_start=False),
+        PolicyMaker(),
+    )
     step = tmp_path / "checkpoints" / "step_2"
     with pytest.raises(ConfigError, match=rf"no training_info\.json with a step\. Fix: give one of {step}"):
         weights_to_evaluate(tmp_path)
     with pytest.raises(ConfigError, match="Fix: give the directory step_N"):
         weights_to_evaluate(tmp_path / "nothing")
-    next(path for path in (step / "policy" / "weights").iterdir() if path.suffix == ".safetensors").write_bytes(b"")
+    next(
+        path for path in (step / "policy" / "weights").iterdir() if path.suffix == ".safetensors"
+    ).write_bytes(b"")
     with pytest.raises(UnusableCheckpointError, match="step_2 is damaged"):
         weights_to_evaluate(step)
 
@@ -471,7 +552,12 @@ def written(config: dict[str, Any], path: Path) -> str:
 
 
 def test_the_command_prints_a_table_and_writes_json(
-    tmp_path: Path, taught: str, model: str, data: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    taught: str,
+    model: str,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[ReferencePolicy] = []
 
@@ -485,7 +571,12 @@ def test_the_command_prints_a_table_and_writes_json(
     file = written(several_sets(tmp_path / "run", model, data), tmp_path / "run.yaml")
     assert main(["eval", file, "--dry-run", "--model", taught]) == 0
     said = capsys.readouterr().out
-    assert "sums" in said and "temperature 0.8, top-p 1" in said and "greedy" in said and f"model: {taught}" in said
+    assert (
+        "sums" in said
+        and "temperature 0.8, top-p 1" in said
+        and "greedy" in said
+        and f"model: {taught}" in said
+    )
     assert not made and not (tmp_path / "run").exists()
     assert main(["eval", file, "--model", taught, "grpo.val_num_generations_per_prompt=2"]) == 0
     said = capsys.readouterr().out
@@ -500,39 +591,64 @@ def test_the_command_prints_a_table_and_writes_json(
 
 
 def test_an_adapter_is_part_of_the_model(
-    tmp_path: Path, taught: str, data: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    taught: str,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever adapters the configuration would train; what does not fit is refused before anything starts."""
+    """Whatever adapters the configuration would train; what does not fit is refused before anything
+    starts."""
     adapter = tmp_path / "adapter"
-    get_peft_model(AutoModelForCausalLM.from_pretrained(taught), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(adapter)
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(taught), LoraConfig(r=2, target_modules="all-linear")
+    ).save_pretrained(adapter)
     config = several_sets(tmp_path / "run", taught, data)
     config["policy"]["peft"] = {"enabled": True}
     file = written(config, tmp_path / "run.yaml")
     with caplog.at_level("INFO"):
         assert main(["eval", file, "--dry-run", "--adapter", str(adapter)]) == 0
     said = capsys.readouterr().out
-    assert f"adapter: {adapter}" in said and "evaluations/adapter.json" in said and f"it was trained beside {taught}" in caplog.text
+    assert (
+        f"adapter: {adapter}" in said
+        and "evaluations/adapter.json" in said
+        and f"it was trained beside {taught}" in caplog.text
+    )
     with pytest.raises(SystemExit):
         main(["eval", file, "--dry-run", "--adapter", str(adapter), "--checkpoint", "some/step_2"])
     capsys.readouterr()
     assert main(["eval", file, "--dry-run", "--adapter", taught]) == 2
     assert "has no adapter_model.safetensors" in capsys.readouterr().err
     said_by_peft = json.loads((adapter / "adapter_config.json").read_text())
-    for change, message in (({"use_dora": True}, "use_dora = true"), ({"bias": "all"}, "bias = 'all'"), ({"r": 3}, "rank 3")):
+    for change, message in (
+        ({"use_dora": True}, "use_dora = true"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"r": 3}, "rank 3"),
+    ):
         (adapter / "adapter_config.json").write_text(json.dumps({**said_by_peft, **change}))
         assert main(["eval", file, "--dry-run", "--adapter", str(adapter)]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_a_result_replaces_none_of_other_weights(tmp_path: Path, taught: str, model: str, data: str) -> None:
-    """Two models of one name, another checkpoint of that step, other sampling, a file that is none: each has its own, found again."""
-    run(make_config("grpo", tmp_path / "other", model, data, max_num_steps=2, val_period=0, val_at_start=False), PolicyMaker())
+    """Two models of one name, another checkpoint of that step, other sampling, a file that is none: each has
+    its own, found again."""
+    run(
+        make_config(
+            "grpo", tmp_path / "other", model, data, max_num_steps=2, val_period=0, val_at_start=False
+        ),
+        PolicyMaker(),
+    )
     steps = [tmp_path / name / "checkpoints" / "step_2" for name in ("other", "moved")]
     shutil.copytree(steps[0], steps[1])
     twin = shutil.copytree(taught, tmp_path / "twin" / Path(taught).name)
     config = several_sets(tmp_path / "run", taught, data, max_val_samples=2)
     fewer = several_sets(tmp_path / "run", taught, data, max_val_samples=1)
-    cases = [(config, None), (several_sets(tmp_path / "run", str(twin), data, max_val_samples=2), None), (fewer, None)]
+    cases = [
+        (config, None),
+        (several_sets(tmp_path / "run", str(twin), data, max_val_samples=2), None),
+        (fewer, None),
+    ]
     cases += [(config, checkpoint) for checkpoint in steps]
     names = [f"step_{TAUGHT}", f"step_{TAUGHT}-2", f"step_{TAUGHT}-3", "step_2", "step_2-3"]
     directory = tmp_path / "run" / "evaluations"
@@ -543,18 +659,31 @@ def test_a_result_replaces_none_of_other_weights(tmp_path: Path, taught: str, mo
             checked, weights = validate_config(case), weights_to_evaluate(checkpoint)
             path = evaluation_command.result_path(checked, weights)
             assert path == directory / f"{name}.json"
-            path.write_text(json.dumps(result_of(evaluate(checked, weights, PolicyMaker()), checked, weights)))
+            path.write_text(
+                json.dumps(result_of(evaluate(checked, weights, PolicyMaker()), checked, weights))
+            )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda config: config["data"].pop("validation"), "data.validation = None: there is nothing to evaluate on"),
-        (lambda config: config["data"]["validation"][0].update(val_temperature=0), "greedy answers to a prompt are all the same"),
+        (
+            lambda config: config["data"].pop("validation"),
+            "data.validation = None: there is nothing to evaluate on",
+        ),
+        (
+            lambda config: config["data"]["validation"][0].update(val_temperature=0),
+            "greedy answers to a prompt are all the same",
+        ),
     ],
 )
 def test_an_evaluation_that_says_nothing_is_refused(
-    change: Callable[[Any], Any], said: str, tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]
+    change: Callable[[Any], Any],
+    said: str,
+    tmp_path: Path,
+    model: str,
+    data: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = several_sets(tmp_path, model, data, val_period=0, val_at_start=False)
     change(config)
@@ -562,6 +691,11 @@ def test_an_evaluation_that_says_nothing_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_supervised_training_has_nothing_to_evaluate_by(tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", written(make_config("sft", tmp_path, model, data), tmp_path / "run.yaml"), "--dry-run"]) == 2
+def test_supervised_training_has_nothing_to_evaluate_by(
+    tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["eval", written(make_config("sft", tmp_path, model, data), tmp_path / "run.yaml"), "--dry-run"])
+        == 2
+    )
     assert "algorithm = 'sft': megarl eval samples answers and scores them" in capsys.readouterr().err

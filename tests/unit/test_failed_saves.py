@@ -1,4 +1,5 @@
-"""Whole runs whose checkpoints cannot be written, on a disk that is full: they go on, keep what is there, and say what is missing."""
+"""Whole runs whose checkpoints cannot be written, on a disk that is full: they go on, keep what is there, and
+say what is missing."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ from tests.unit.reference_policy import ReferencePolicy
 
 
 class DiskFull(PolicyMaker):
-    """Policies of which some saves, counted from 1, meet a full disk when a part is written; ``/dev/full`` says what such a disk says."""
+    """Policies of which some saves, counted from 1, meet a full disk when a part is written; ``/dev/full``
+    says what such a disk says."""
 
-    def __init__(self, failing: Collection[int], at_save: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self, failing: Collection[int], at_save: Callable[[int], None] = lambda number: None
+    ) -> None:
         super().__init__()
         self.failing, self.at_save, self.saves = failing, at_save, 0
 
@@ -65,7 +69,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: str, data: str)
 
 
 def test_workers_that_stand_still_in_a_save_end_the_run(tmp_path: Path, model: str, data: str) -> None:
-    """They are no save that failed: the run would go on with workers that answer no call, and end with another error."""
+    """They are no save that failed: the run would go on with workers that answer no call, and end with
+    another error."""
 
     def hang(number: int) -> None:
         if number == 2:
@@ -89,10 +94,14 @@ def test_a_run_goes_on_without_checkpoints_that_have_no_room(
     assert [re.search(r"step (\d)", text)[1] for text in warned] == ["1", "3"]  # type: ignore[index]
     for text, kept in zip(warned, ("there is no earlier one", "step_2 is the newest one"), strict=True):
         assert kept in text and os.strerror(errno.ENOSPC) in text
-        assert re.search(r"no space: a checkpoint takes about [\d.]+ [MG]iB, [\d.]+ [MG]iB are free in ", text)
+        assert re.search(
+            r"no space: a checkpoint takes about [\d.]+ [MG]iB, [\d.]+ [MG]iB are free in ", text
+        )
 
 
-def test_the_commit_of_a_checkpoint_may_have_no_room_either(tmp_path: Path, model: str, data: str, undisturbed: Path) -> None:
+def test_the_commit_of_a_checkpoint_may_have_no_room_either(
+    tmp_path: Path, model: str, data: str, undisturbed: Path
+) -> None:
     real, calls = background.write_manifest, []
 
     def full_at_first(root: Path, known: Any = None) -> dict[str, Any]:
@@ -107,19 +116,30 @@ def test_the_commit_of_a_checkpoint_may_have_no_room_either(tmp_path: Path, mode
     assert comparable(tmp_path) == comparable(undisturbed)
 
 
-def test_so_many_failures_in_a_row_end_the_run_and_another_start_goes_on(tmp_path: Path, model: str, data: str, undisturbed: Path) -> None:
+def test_so_many_failures_in_a_row_end_the_run_and_another_start_goes_on(
+    tmp_path: Path, model: str, data: str, undisturbed: Path
+) -> None:
     config = config_of(tmp_path, model, data, max_failed_saves=2)
-    with pytest.raises(CheckpointError, match=r"step 3 .*step_1 is the newest one, and 2 in a row, checkpointing\.max_failed_saves = 2"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 3 .*step_1 is the newest one, and 2 in a row, checkpointing\.max_failed_saves = 2",
+    ):
         run(config, DiskFull({2, 3}))
     assert checkpoints(tmp_path) == ["step_1"]
     assert run(config, PolicyMaker()) == 0
     assert comparable(tmp_path) == comparable(undisturbed)
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_no_success(tmp_path: Path, model: str, data: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"step {STEPS} .*step_3 is the newest one, and no other one follows"):
+def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
+    tmp_path: Path, model: str, data: str
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"step {STEPS} .*step_3 is the newest one, and no other one follows"
+    ):
         run(config_of(tmp_path, model, data), DiskFull({STEPS}))
-    assert [row["step"] for row in comparable(tmp_path)] == [1, 2, 3, 4], "the row of the step is logged all the same"
+    assert [row["step"] for row in comparable(tmp_path)] == [1, 2, 3, 4], (
+        "the row of the step is logged all the same"
+    )
 
 
 def test_a_stop_whose_checkpoint_cannot_be_written_is_no_stop(tmp_path: Path, model: str, data: str) -> None:
@@ -131,15 +151,23 @@ def test_a_stop_whose_checkpoint_cannot_be_written_is_no_stop(tmp_path: Path, mo
         run(config_of(tmp_path, model, data), DiskFull({2}, ask))
 
 
-def test_of_a_full_disk_no_traceback_is_told(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_full_disk_no_traceback_is_told(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fill(number: int) -> None:
-        raise CheckpointError(f"[tp0] {os.strerror(errno.ENOSPC)}{WORKER_TRACE}\nTraceback (most recent call last):\n  File 1")
+        raise CheckpointError(
+            f"[tp0] {os.strerror(errno.ENOSPC)}{WORKER_TRACE}\nTraceback (most recent call last):\n  File 1"
+        )
 
     with pytest.raises(CheckpointError, match="no space: a checkpoint takes about") as caught:
         run(config_of(tmp_path, model, data, max_failed_saves=2), DiskFull((), fill))
     warned = next(record.message for record in caplog.records if "no space" in record.message)
     for text in (str(caught.value), warned):
-        assert f"[tp0] {os.strerror(errno.ENOSPC)}" in text and "Traceback" not in text and len(text.splitlines()) == 1
+        assert (
+            f"[tp0] {os.strerror(errno.ENOSPC)}" in text
+            and "Traceback" not in text
+            and len(text.splitlines()) == 1
+        )
 
 
 @pytest.mark.parametrize("what", ["_write_config", "open_sinks", "SampleFiles", "SkippedBatches"])
@@ -150,5 +178,8 @@ def test_first_files_that_cannot_be_written_are_named(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
 
     monkeypatch.setattr(run_module, what, refuse)
-    with pytest.raises(ConfigError, match=rf"run_dir = .*No space left on device \({tmp_path / 'file'}\)\. Fix: give a directory"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"run_dir = .*No space left on device \({tmp_path / 'file'}\)\. Fix: give a directory",
+    ):
         run(make_config("grpo", tmp_path / "run", model, data), PolicyMaker())

@@ -77,10 +77,18 @@ def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and found["passed"] and found["family"] == "my_family"
     checks = {finding["check"] for finding in found["findings"] if finding["result"] == "passed"}
     assert checks == {"rules", "tensors", "shards", "round trip", "accounting"}
-    left_out = {finding["check"]: finding["text"] for finding in found["findings"] if finding["result"] == "left out"}
-    assert left_out["log-probabilities"] == "no Megatron-Core worker at hand: run this as megarl convert selftest"
+    left_out = {
+        finding["check"]: finding["text"] for finding in found["findings"] if finding["result"] == "left out"
+    }
+    assert (
+        left_out["log-probabilities"]
+        == "no Megatron-Core worker at hand: run this as megarl convert selftest"
+    )
     # of Qwen2, whose layer_types alone decide
-    assert left_out.keys() == {"log-probabilities", "config keys"} and "nothing reads max_window_layers" in left_out["config keys"]
+    assert (
+        left_out.keys() == {"log-probabilities", "config keys"}
+        and "nothing reads max_window_layers" in left_out["config keys"]
+    )
     family = family_of("my_family")
     config = tiny_config(family)
     save_random(tmp_path / "hf", config, family, read_architecture(config))
@@ -99,10 +107,14 @@ def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.Capture
         families._known.pop("my_family", None)
         assert main([*argv, "--family-file", file]) == 0, argv
     assert "model.layers.2.ffn.up_proj.weight" in (Path(back) / "conversion.json").read_text()
-    assert "my_family" in {family["model_type"] for family in facts(capsys, "families", "--family-file", file)[1]["families"]}
+    assert "my_family" in {
+        family["model_type"] for family in facts(capsys, "families", "--family-file", file)[1]["families"]
+    }
 
 
-def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_work_of_other_rules_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names and shapes are the same whichever of gate and up comes first."""
     family = load_family_file(written(tmp_path, EXAMPLE))
     config = tiny_config(family)
@@ -110,7 +122,10 @@ def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(importing, "finish_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
-    turned = "tuple(replace(rule, parts=rule.parts[::-1]) if rule.kind == 'gated' else rule for rule in layer_rules(architecture, layer))"
+    turned = (
+        "tuple(replace(rule, parts=rule.parts[::-1]) if rule.kind == 'gated' else rule for rule in "
+        "layer_rules(architecture, layer))"
+    )
     mended = f"FAMILY = replace(FAMILY, layer_rules=lambda architecture, layer: {turned})\n"
     load_family_file(written(tmp_path, EXAMPLE + mended))
     outcome = import_model(plan_import(open_source(tmp_path / "hf")), tmp_path / "mcore")
@@ -121,17 +136,31 @@ def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypa
 def test_a_family_that_transformers_knows(tmp_path: Path) -> None:
     file = written(tmp_path, GRANITE)
     family = load_family_file(file)
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(family), **NO_MULTIPLIERS, "tie_word_embeddings": True}))
-    code, found, text = selftest_of("granite", [], tmp_path, lambda files: nullcontext(lambda model, tokens: torch.zeros(tokens.shape)))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_config(family), **NO_MULTIPLIERS, "tie_word_embeddings": True})
+    )
+    code, found, text = selftest_of(
+        "granite", [], tmp_path, lambda files: nullcontext(lambda model, tokens: torch.zeros(tokens.shape))
+    )
     assert code == 1 and not found["passed"] and "bound 1e-05" in text
-    assert {each["check"] for each in found["findings"] if each["result"] == "failed"} == {"log-probabilities"}
+    assert {each["check"] for each in found["findings"] if each["result"] == "failed"} == {
+        "log-probabilities"
+    }
     varied = {each["variant"] for each in found["findings"] if each["check"] == "rules"}
     assert varied >= {"as it is", "mlp_bias = true", "attention_bias = true", "tie_word_embeddings = false"}
 
 
 WRONG = {
-    "a tensor of two parameters": ("rules", "has 2 rules", 'name=part.name.replace("k_proj.weight", "q_proj.weight")'),
-    "a tensor that is not there": ("tensors", "missing: model.layers.0.mlp.gates_proj.weight", 'name=part.name.replace("gate_", "gates_")'),
+    "a tensor of two parameters": (
+        "rules",
+        "has 2 rules",
+        'name=part.name.replace("k_proj.weight", "q_proj.weight")',
+    ),
+    "a tensor that is not there": (
+        "tensors",
+        "missing: model.layers.0.mlp.gates_proj.weight",
+        'name=part.name.replace("gate_", "gates_")',
+    ),
     "a wrong shape": (
         "tensors",
         "shape: model.norm.weight is [42]",
@@ -159,7 +188,9 @@ FAMILY = replace(
 
 
 def test_a_layer_without_a_rule_and_a_rule_of_the_wrong_kind(tmp_path: Path) -> None:
-    without = GRANITE + "FAMILY = replace(FAMILY, layer_rules=lambda *of: llama.FAMILY.layer_rules(*of)[:-1])\n"
+    without = (
+        GRANITE + "FAMILY = replace(FAMILY, layer_rules=lambda *of: llama.FAMILY.layer_rules(*of)[:-1])\n"
+    )
     family = load_family_file(written(tmp_path, without))
     found = failed(list(selftest(family, {**tiny_config(family), **NO_MULTIPLIERS})))
     assert set(found) == {"tensors"} and "unknown: model.layers.2.mlp.down_proj.weight" in found["tensors"]
@@ -183,7 +214,9 @@ FAMILY = replace(FAMILY, layer_rules=lambda *of: tuple({row} for rule in llama.F
         ("from converters.families.llama import FAMILY", "'llama' is a family that is built in"),
     ],
 )
-def test_files_that_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["families", "--family-file", str(written(tmp_path, text))]) == 2
     error = capsys.readouterr().err
     assert said in error and "Fix:" in error and "Traceback" not in error
@@ -191,10 +224,14 @@ def test_files_that_are_refused(text: str, said: str, tmp_path: Path, capsys: py
 
 def test_arguments_of_the_selftest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest"]) == 2 and "needs a family" in capsys.readouterr().err
-    assert main(["families", "--family-file", str(tmp_path / "no.py")]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert (
+        main(["families", "--family-file", str(tmp_path / "no.py")]) == 2
+        and "cannot be read" in capsys.readouterr().err
+    )
     assert main(["selftest", "--family", "no_such"]) == 2 and "no mapping rules" in capsys.readouterr().err
     assert (
-        main(["selftest", "--family", "llama", "--config", str(tmp_path / "no.json")]) == 2 and "cannot be read" in capsys.readouterr().err
+        main(["selftest", "--family", "llama", "--config", str(tmp_path / "no.json")]) == 2
+        and "cannot be read" in capsys.readouterr().err
     )
     alone = EXAMPLE.replace('config_like="qwen2",', "")
     assert main(["selftest", "--family-file", str(written(tmp_path, alone))]) == 2
@@ -207,7 +244,9 @@ def test_nothing_in_a_checkpoint_runs_a_file(tmp_path: Path, capsys: pytest.Capt
     save_random(tmp_path / "hf", config, family, read_architecture(config))
     families._known.pop("my_family")
     exploded = tmp_path / "exploded"
-    (tmp_path / "hf" / "a_family.py").write_text(f"import pathlib\npathlib.Path({str(exploded)!r}).touch()\n{EXAMPLE}")
+    (tmp_path / "hf" / "a_family.py").write_text(
+        f"import pathlib\npathlib.Path({str(exploded)!r}).touch()\n{EXAMPLE}"
+    )
     named = {**config, "family_file": "a_family.py", "auto_map": {"AutoConfig": "a_family.Config"}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(named))
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "mcore")]) == 2
@@ -232,7 +271,8 @@ FAMILY = replace(
 
 @slow
 def test_keys_that_a_family_calls_its_own_and_does_not_read_are_named(tmp_path: Path) -> None:
-    """SmolLM3 rotates nothing in every fourth layer, which one of its keys says; the tiny model has such a layer."""
+    """SmolLM3 rotates nothing in every fourth layer, which one of its keys says; the tiny model has such a
+    layer."""
     family = load_family_file(written(tmp_path, SMOLLM3))
     config = tiny_config(family)
     assert 0 in config["no_rope_layers"]

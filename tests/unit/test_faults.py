@@ -1,4 +1,5 @@
-"""The parts of the harness that injects faults into whole runs (``tests/faults``): what it reads, draws, notes, sees and orders.
+"""The parts of the harness that injects faults into whole runs (``tests/faults``): what it reads, draws,
+notes, sees and orders.
 
 Whole runs with faults: ``tests/system/test_faults.py``.
 """
@@ -27,7 +28,21 @@ from megarl.models.engine.nonfinite import NonFiniteMicroBatch, SkippedBatch
 from megarl.observe.launches import FINISHED, WORKERS, recorded_launch
 from tests.faults import leftovers
 from tests.faults import told as promised
-from tests.faults.fault import ANY, BACK, INIT, KINDS, PHASES, READ, WRITE, Draw, Fault, FaultError, MissedError, draw, parse
+from tests.faults.fault import (
+    ANY,
+    BACK,
+    INIT,
+    KINDS,
+    PHASES,
+    READ,
+    WRITE,
+    Draw,
+    Fault,
+    FaultError,
+    MissedError,
+    draw,
+    parse,
+)
 from tests.faults.leftovers import SHARED_MEMORY, VARIABLE, Footprint
 from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.trial import SEAM, Subject, Told, Trial, Trials, Whole
@@ -81,7 +96,11 @@ def test_every_fault_has_a_row_and_a_promise_and_ends_the_launch_or_not() -> Non
 def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
     subjects = [(2, 4), (1, 1), (3, 7)]
     drawn = [draw(5, number, subjects) for number in range(400)]
-    assert drawn == [draw(5, number, subjects) for number in range(400)] != [draw(6, number, subjects) for number in range(400)]
+    assert (
+        drawn
+        == [draw(5, number, subjects) for number in range(400)]
+        != [draw(6, number, subjects) for number in range(400)]
+    )
     met = {fault.kind for each in drawn for fault in each.faults}
     assert met == set(KINDS)
     phases = {fault.phase for each in drawn for fault in each.faults if fault.kind == "kill"}
@@ -97,22 +116,39 @@ def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
             fails_to_save = fault.kind == "disk_full" or (fault.kind == "eio" and fault.on == WRITE)
             assert not fails_to_save or steps == 1 or fault.step < steps, "no save follows the last one"
             assert not fails_to_save or (each.save_period, each.async_save) == (1, False)
-        failing = [fault.step for fault in each.faults if fault.kind == "disk_full" or (fault.kind, fault.on) == ("eio", WRITE)]
-        assert len(set(failing)) == len(failing), "each is of a step of its own, or the second meets the save behind"
+        failing = [
+            fault.step
+            for fault in each.faults
+            if fault.kind == "disk_full" or (fault.kind, fault.on) == ("eio", WRITE)
+        ]
+        assert len(set(failing)) == len(failing), (
+            "each is of a step of its own, or the second meets the save behind"
+        )
         assert [fault.step for fault in each.faults] == sorted(fault.step for fault in each.faults)
     only = [draw(5, number, subjects, ["hang"]) for number in range(20)]
     assert {fault.kind for each in only for fault in each.faults} == {"hang"}
 
 
 def entry(number: int, passed: bool = True, *faults: str) -> Entry:
-    return Entry(number, "tiny", faults or (str(Fault("kill", 1, rank=0)),), ("1",) * max(1, len(faults)), passed, "", 1.0)
+    return Entry(
+        number,
+        "tiny",
+        faults or (str(Fault("kill", 1, rank=0)),),
+        ("1",) * max(1, len(faults)),
+        passed,
+        "",
+        1.0,
+    )
 
 
 def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     path, identity = tmp_path / "journal.jsonl", {"seed": 1, "subjects": {"tiny": "abc"}}
 
     def draws() -> itertools.chain[Draw]:
-        return itertools.chain(Draw(number, 0, (Fault("kill", 1), Fault("kill", 2)), True, 1, False) for number in itertools.count())
+        return itertools.chain(
+            Draw(number, 0, (Fault("kill", 1), Fault("kill", 2)), True, 1, False)
+            for number in itertools.count()
+        )
 
     journal = Journal(path, identity)
     for each in left_to_do(journal, draws(), 5):
@@ -134,7 +170,15 @@ def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_faults_are_counted_by_kind_and_configuration() -> None:
-    other = Entry(2, "other", ("kill:rank=driver,step=1", "eio:rank=0,on=read,count=2,step=3"), ("2", "6"), True, "", 1.0)
+    other = Entry(
+        2,
+        "other",
+        ("kill:rank=driver,step=1", "eio:rank=0,on=read,count=2,step=3"),
+        ("2", "6"),
+        True,
+        "",
+        1.0,
+    )
     assert counted([entry(0), entry(1, False), other]).splitlines() == [
         "| kind | tiny | other | all |",
         "|---|---|---|---|",
@@ -180,7 +224,9 @@ exec(compile(shell, "/x/megarl/distributed/worker_shell.py", "exec"))
 def test_the_phase_of_a_worker_is_seen_from_outside(method: str, run: str, phase: str) -> None:
     """In a real stack of a process whose frames have the names and files of a worker's."""
     child = subprocess.Popen(
-        [sys.executable, "-c", PLAYED.format(path=sys.path, method=method, run=run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", PLAYED.format(path=sys.path, method=method, run=run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
@@ -209,14 +255,25 @@ def test_a_slow_process_runs_afterwards() -> None:
 def test_what_is_left_behind_is_seen(tmp_path: Path) -> None:
     with Footprint() as footprint:
         # away from its parent, in a session of its own
-        code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+        code = (
+            "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
+            "flush=True); sys.stdin.read()"
+        )
         marked = {**env.snapshot(), **footprint.variables}
         child = subprocess.Popen(
-            [sys.executable, "-c", code], env=marked, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+            [sys.executable, "-c", code],
+            env=marked,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
         )
         assert child.stdout is not None
         port = int(child.stdout.readline())
-        assert list(footprint.processes()) == [child.pid] and f"listens on [{port}]" in footprint.processes()[child.pid]
+        assert (
+            list(footprint.processes()) == [child.pid]
+            and f"listens on [{port}]" in footprint.processes()[child.pid]
+        )
         child.communicate("")
         # other tests make and leave shared memory meanwhile: only what this test made is judged
         assert [each for each in footprint.left(tmp_path, 5.0) if not each.startswith("shared memory")] == []
@@ -241,18 +298,26 @@ def test_what_is_left_behind_is_seen(tmp_path: Path) -> None:
             other.rmdir()
         (footprint.directory / "socket").touch()
         (tmp_path / "checkpoints" / "tmp_step_3").mkdir(parents=True)
-        assert footprint.files(tmp_path) == sorted([str(footprint.directory / "socket"), str(tmp_path / "checkpoints" / "tmp_step_3")])
+        assert footprint.files(tmp_path) == sorted(
+            [str(footprint.directory / "socket"), str(tmp_path / "checkpoints" / "tmp_step_3")]
+        )
         assert footprint.variables[VARIABLE] == footprint.marker
     assert not footprint.directory.exists()
 
 
 def ordered(code: str, orders: Path | None, rank: str = "1") -> str:
     """What a program says that has the seam, with the orders that lie there."""
-    variables = {name: value for name, value in env.snapshot().items() if name not in ("RANK", "MEGARL_TEST_FAULTS")}
+    variables = {
+        name: value for name, value in env.snapshot().items() if name not in ("RANK", "MEGARL_TEST_FAULTS")
+    }
     path = os.pathsep.join([str(SEAM), str(ROOT)])
     with_orders = {} if orders is None else {"MEGARL_TEST_FAULTS": str(orders), "RANK": rank}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**variables, "PYTHONPATH": path, **with_orders}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**variables, "PYTHONPATH": path, **with_orders},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -336,7 +401,9 @@ while True:
 
 
 @sampled(1)
-@pytest.mark.parametrize(("kind", "said"), [("nan", "True True False True []"), ("oom", "True True no memory True []")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("nan", "True True False True []"), ("oom", "True True no memory True []")]
+)
 def test_one_layer_fails_as_ordered(kind: str, said: str, tmp_path: Path) -> None:
     assert ordered(LAYERS.format(orders=str(tmp_path), kind=kind), tmp_path).strip() == said
 
@@ -347,14 +414,20 @@ def test_one_layer_waits_for_ever_as_ordered(tmp_path: Path) -> None:
 
 
 def test_without_orders_the_seam_does_nothing() -> None:
-    code = "import sys, threading; print(len(threading.enumerate()), 'torch' in sys.modules, sys.modules['sitecustomize'].DIRECTORY == '')"
+    code = (
+        "import sys, threading; print(len(threading.enumerate()), 'torch' in sys.modules, "
+        "sys.modules['sitecustomize'].DIRECTORY == '')"
+    )
     assert ordered(code, None).strip() == "1 False True"
 
 
 def made_run(directory: Path, losses: Sequence[float], weights: bytes, restarts: int = 0) -> Path:
     """What a run of three steps leaves: rows, launches, a checkpoint, an export."""
     directory.mkdir()
-    rows = [{"step": step, "train/loss": loss, "time": step * 2.0 + loss, "timing/step_s": loss} for step, loss in enumerate(losses, 1)]
+    rows = [
+        {"step": step, "train/loss": loss, "time": step * 2.0 + loss, "timing/step_s": loss}
+        for step, loss in enumerate(losses, 1)
+    ]
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with recorded_launch(directory, 0, 3) as outcome:
         for _ in range(restarts):
@@ -369,16 +442,31 @@ def made_run(directory: Path, losses: Sequence[float], weights: bytes, restarts:
 
 JUDGED: dict[str, tuple[Callable[[Path, Footprint], Path], str]] = {
     "equal": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"weights", 1), ""),
-    "a loss": (lambda path, _: made_run(path, [0.5, 0.25, 0.1250000001], b"weights", 1), "step 3, train/loss: 0.1250000001"),
+    "a loss": (
+        lambda path, _: made_run(path, [0.5, 0.25, 0.1250000001], b"weights", 1),
+        "step 3, train/loss: 0.1250000001",
+    ),
     "a step less": (lambda path, _: made_run(path, [0.5, 0.25], b"weights", 1), "2 rows, undisturbed 3"),
-    "a weight": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"Weights", 1), "the final weights differ"),
-    "no restart": (lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"weights", 0), "0 restarts of workers are recorded, there were 1"),
+    "a weight": (
+        lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"Weights", 1),
+        "the final weights differ",
+    ),
+    "no restart": (
+        lambda path, _: made_run(path, [0.5, 0.25, 0.125], b"weights", 0),
+        "0 restarts of workers are recorded, there were 1",
+    ),
     "a damaged checkpoint": (
         lambda path, _: damaged(made_run(path, [0.5, 0.25, 0.125], b"weights", 1)),
         "damaged checkpoints: {'step_3'",
     ),
-    "a socket": (lambda path, footprint: with_file(path, footprint.directory / "socket"), "left behind: .*/t/socket"),
-    "an order": (lambda path, footprint: with_file(path, footprint.orders / "nan-1"), "did not happen: \\['nan-1'\\]"),
+    "a socket": (
+        lambda path, footprint: with_file(path, footprint.directory / "socket"),
+        "left behind: .*/t/socket",
+    ),
+    "an order": (
+        lambda path, footprint: with_file(path, footprint.orders / "nan-1"),
+        "did not happen: \\['nan-1'\\]",
+    ),
 }
 
 
@@ -423,13 +511,17 @@ def test_what_is_not_as_promised_is_found(case: str, tmp_path: Path, monkeypatch
 
 NAMES = ("pp0 dp0 cp0 tp0", "pp0 dp0 cp0 tp1")
 LOST = (
-    "x: clean-up of 'lm_policy' failed: [pp0 dp0 cp0 tp0 a.host] worker process died during shutdown: The actor died\n"
-    "WARNING megarl: workers were lost, start 1 of at most 2 of new ones: [pp0 dp0 cp0 tp1 a.host] worker process died "
+    "x: clean-up of 'lm_policy' failed: [pp0 dp0 cp0 tp0 a.host] worker process died during shutdown: The "
+    "actor died\n"
+    "WARNING megarl: workers were lost, start 1 of at most 2 of new ones: [pp0 dp0 cp0 tp1 a.host] worker "
+    "process died "
     "during {what}: The actor died. Fix: look\nAlso failed: [pp0 dp0 cp0 tp0 a.host]\n"
 )
 SILENT = (
-    "megarl: {what}: 2 of 2 workers do not answer: [pp0 dp0 cp0 tp0 a.host], [pp0 dp0 cp0 tp1 a.host]. Silent: the process of [pp0 dp0 cp0 "
-    "tp1 a.host] is stopped by a signal (SIGSTOP or SIGTSTP). Fix: see who\n--- [pp0 dp0 cp0 tp0 a.host] ---\n"
+    "megarl: {what}: 2 of 2 workers do not answer: [pp0 dp0 cp0 tp0 a.host], [pp0 dp0 cp0 tp1 a.host]. "
+    "Silent: the process of [pp0 dp0 cp0 "
+    "tp1 a.host] is stopped by a signal (SIGSTOP or SIGTSTP). Fix: see who\n--- [pp0 dp0 cp0 tp0 a.host] "
+    "---\n"
 )
 
 
@@ -467,8 +559,10 @@ def test_of_several_stopped_ranks_none_is_the_silent_one() -> None:
 
 
 NO_MEMORY = (
-    "megarl: [pp0 dp0 cp0 tp1 host] out of memory in a training pass, at micro-batch 1 of 2: 4 rows, 61 tokens in 64 positions; peak 0.00 "
-    "GiB, limit 62.79 GiB (OutOfMemoryError: CUDA out of memory). No weight was changed by it. Fix: a smaller policy.train_micro_batch_size"
+    "megarl: [pp0 dp0 cp0 tp1 host] out of memory in a training pass, at micro-batch 1 of 2: 4 rows, 61 "
+    "tokens in 64 positions; peak 0.00 "
+    "GiB, limit 62.79 GiB (OutOfMemoryError: CUDA out of memory). No weight was changed by it. Fix: a "
+    "smaller policy.train_micro_batch_size"
 )
 
 
@@ -476,13 +570,21 @@ def test_out_of_memory_has_to_be_told_with_all_sizes() -> None:
     promised.check_memory_is_told(NO_MEMORY, NAMES[1])
     with pytest.raises(AssertionError, match="and it names"):
         promised.check_memory_is_told(NO_MEMORY, NAMES[0])
-    for part in ("micro-batch 1 of 2: ", "4 rows, ", "61 tokens in ", "64 positions; ", "peak 0.00 GiB, ", "limit 62.79 GiB "):
+    for part in (
+        "micro-batch 1 of 2: ",
+        "4 rows, ",
+        "61 tokens in ",
+        "64 positions; ",
+        "peak 0.00 GiB, ",
+        "limit 62.79 GiB ",
+    ):
         with pytest.raises(AssertionError, match="does not say the sizes"):
             promised.check_memory_is_told(NO_MEMORY.replace(part, ""), NAMES[1])
 
 
 NOT_FINITE = (
-    "megarl: [pp0 dp0 cp0 tp0 host] {batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. Fix: look\n"
+    "megarl: [pp0 dp0 cp0 tp0 host] {batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. "
+    "Fix: look\n"
     "Also failed: [pp0 dp0 cp0 tp1 host]\n--- traceback of the worker ---\n"
 )
 
@@ -502,7 +604,10 @@ def test_what_is_not_finite_has_to_be_told_and_to_end_all_ranks() -> None:
             promised.check_not_finite_is_told(wrong, NAMES)
 
 
-WARNED = "x WARNING the checkpoint of step {step} could not be written: [pp0] {why}\n--- traceback ---\n{why}; step_1. Training goes on; 3"
+WARNED = (
+    "x WARNING the checkpoint of step {step} could not be written: [pp0] {why}\n--- traceback "
+    "---\n{why}; step_1. Training goes on; 3"
+)
 EIO = "[Errno 5] Input/output error: 'file'"
 
 
@@ -535,7 +640,9 @@ def test_a_save_that_failed_before_is_not_the_one_that_was_to_fail(
     with Footprint() as footprint:
         subject = Subject("made up", tmp_path / "output")
         whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
-        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        trial = Trial(
+            Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ()
+        )
         spoken.output_file.write_text(WARNED.format(step=1, why=EIO))
         trial._mark(spoken, [1, 2])
         trial._cause(spoken, Fault("eio", 2, rank=1, on=WRITE), [1, 2])
@@ -560,21 +667,28 @@ def test_a_save_that_is_to_fail_comes_too_late_for_the_last_step(spoken: Launch,
     with Footprint() as footprint:
         subject = Subject("made up", tmp_path / "output")
         whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
-        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        trial = Trial(
+            Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ()
+        )
         (spoken.run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
         with pytest.raises(MissedError):
             trial._cause(spoken, Fault("eio", 3, rank=1, on=WRITE), [1, 2])
         assert list(footprint.orders.iterdir()) == []
 
 
-@pytest.mark.parametrize(("deadline_s", "took_s", "said"), [(10.0, 59.0, ""), (10.0, 61.0, "after 61.0 s, at a deadline"), (None, 1e6, "")])
+@pytest.mark.parametrize(
+    ("deadline_s", "took_s", "said"),
+    [(10.0, 59.0, ""), (10.0, 61.0, "after 61.0 s, at a deadline"), (None, 1e6, "")],
+)
 def test_a_lost_rank_has_to_be_found_within_some_deadlines(
     deadline_s: float | None, took_s: float, said: str, spoken: Launch, tmp_path: Path
 ) -> None:
     with Footprint() as footprint:
         subject = Subject("made up", tmp_path / "output")
         whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
-        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        trial = Trial(
+            Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ()
+        )
         trial.deadline_s, trial.begun, trial.step = deadline_s, 1000.0, 3
         spoken.output_file.write_text(SILENT.format(what="train, step 3, of lm_policy"))
         fault = Fault("hang", 3, "train", 1)

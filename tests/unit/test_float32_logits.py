@@ -16,7 +16,9 @@ def operands(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     seed = random.randrange(2**31)
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    tokens, weight = (torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in ((*shape, 37), (53, 37)))
+    tokens, weight = (
+        torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in ((*shape, 37), (53, 37))
+    )
     return tokens, weight, torch.randn(*shape, 53, generator=generator)
 
 
@@ -36,7 +38,9 @@ def test_the_product_is_not_rounded(dtype: torch.dtype, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_those_of_the_rounded_gradient_of_the_logits(dtype: torch.dtype) -> None:
     tokens, weight, towards = operands(dtype, 5, 3)
-    of_tokens, of_weight = torch.autograd.grad(Float32Product.apply(tokens, weight), (tokens, weight), towards)
+    of_tokens, of_weight = torch.autograd.grad(
+        Float32Product.apply(tokens, weight), (tokens, weight), towards
+    )
     rounded = towards.to(dtype).double()
     exact = rounded @ weight.double(), rounded.flatten(0, 1).t() @ tokens.double().flatten(0, 1)
     step = torch.finfo(dtype).eps

@@ -30,7 +30,9 @@ def model_and_flops(name: str, **changes: Any) -> tuple[PreTrainedModel, ModelFl
     config_class, options = CONFIGS[name]
     config = config_class(**{**SIZES, **options, **changes})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     return model, ModelFlops.of(facts_of(config.to_dict()))
 
 
@@ -54,7 +56,10 @@ def test_parts_that_are_recomputed_are_what_torch_counts(name: str) -> None:
     model, flops = model_and_flops(name)
     hidden, lengths = torch.randn(ROWS, LENGTH, SIZES["hidden_size"]), [LENGTH] * ROWS
     with torch.no_grad():
-        found = {kind: sum(counted(lambda layer=layer: layer.mlp(hidden)) for layer in layers) for kind, layers in by_kind(model).items()}
+        found = {
+            kind: sum(counted(lambda layer=layer: layer.mlp(hidden)) for layer in layers)
+            for kind, layers in by_kind(model).items()
+        }
     for part in ("mlp", "moe"):
         assert flops.recomputation(lengths, [part]) == pytest.approx(found[part], rel=0.01)
     assert flops.recomputation(lengths, ["core_attn"]) == flops.attention(lengths)
@@ -72,7 +77,9 @@ def test_beside_adapters_no_weight_has_a_gradient() -> None:
     assert adapter_parameters(section, facts, range(facts.num_layers)) == count
     found = counted(lambda: changed(input_ids=tokens()).logits.sum().backward())
     lengths = [LENGTH] * ROWS
-    expected = flops.training(lengths, adapters=count) + 3 * (squares(flops, lengths) - flops.attention(lengths))
+    expected = flops.training(lengths, adapters=count) + 3 * (
+        squares(flops, lengths) - flops.attention(lengths)
+    )
     assert expected == pytest.approx(found, rel=0.01)
 
 
@@ -111,30 +118,39 @@ def test_forward_and_training_are_what_torch_counts(name: str) -> None:
         model(input_ids=tokens(), use_cache=False).logits.sum().backward()
 
     with pytest.MonkeyPatch.context() as patch:
-        # of a convolution channel by channel torch counts a backward pass of all channels with all: sums of products are not counted
+        # of a convolution channel by channel torch counts a backward pass of all channels with all: sums of
+        # products are not counted
         for modeling in (modeling_qwen3_next, modeling_qwen3_5):
             patch.setattr(modeling, "causal_conv1d_fn", convolution)
             patch.setattr(modeling, "torch_chunk_gated_delta_rule", recurrence)
         with torch.no_grad():
             found = counted(lambda: model(input_ids=tokens(), use_cache=False))
         trained = counted(train)
-    convolved = 2 * sum(lengths) * sum(weight.numel() for key, weight in model.named_parameters() if "conv1d" in key)
+    convolved = (
+        2 * sum(lengths) * sum(weight.numel() for key, weight in model.named_parameters() if "conv1d" in key)
+    )
     assert flops.forward(lengths) + masked - convolved == pytest.approx(found, rel=0.01)
     assert flops.training(lengths) + 3 * (masked - convolved) == pytest.approx(trained, rel=0.01)
 
 
 def convolution(inputs: Tensor, weight: Tensor, bias: None, activation: str, **options: Any) -> Tensor:
     rows, length = inputs.shape[0], inputs.shape[2]
-    convolved = causal_convolution(inputs.transpose(1, 2).flatten(0, 1), weight, tuple(range(0, rows * length + 1, length)))
+    convolved = causal_convolution(
+        inputs.transpose(1, 2).flatten(0, 1), weight, tuple(range(0, rows * length + 1, length))
+    )
     return torch.nn.functional.silu(convolved).unflatten(0, (rows, length)).transpose(1, 2)
 
 
-def recurrence(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
+def recurrence(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, None]:
     """The gated delta rule token by token: what chunks add to it is no work of the model."""
     state = value.new_zeros(*value.shape[:1], value.shape[2], key.shape[3], value.shape[3])
     outputs = []
     for token in range(key.shape[1]):
-        output, state = gated_delta_step(query[:, token], key[:, token], value[:, token], g[:, token], beta[:, token], state)
+        output, state = gated_delta_step(
+            query[:, token], key[:, token], value[:, token], g[:, token], beta[:, token], state
+        )
         outputs.append(output)
     return torch.stack(outputs, dim=1), None
 
@@ -190,14 +206,25 @@ def test_generation_reads_a_prompt_once_and_all_responses_but_their_last_tokens(
 
 def test_a_response_without_tokens_costs_the_prompt_alone() -> None:
     _, flops = model_and_flops("llama")
-    assert flops.generation([7], [7, 7], [7, 7]) == flops.forward([7], logits=1) == flops.generation([7], [7], [8])
+    assert (
+        flops.generation([7], [7, 7], [7, 7])
+        == flops.forward([7], logits=1)
+        == flops.generation([7], [7], [8])
+    )
     assert flops.forward([]) == flops.generation([], [], []) == flops.training(np.zeros(0)) == 0
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 9, 30])
 def test_pairs_are_those_of_the_mask(window: int | None) -> None:
     lengths = [0, 1, 2, 8, 9, 10, 29]
-    expected = [sum(key <= query and (window is None or query - key < window) for query in range(n) for key in range(n)) for n in lengths]
+    expected = [
+        sum(
+            key <= query and (window is None or query - key < window)
+            for query in range(n)
+            for key in range(n)
+        )
+        for n in lengths
+    ]
     assert attended_pairs(lengths, window).tolist() == expected
 
 
@@ -207,11 +234,18 @@ def test_attention_is_counted_within_the_window_of_each_layer(name: str) -> None
     facts = facts_of(config_class(**{**SIZES, **options}).to_dict())
     flops, lengths = ModelFlops.of(facts), [0, 7, 31]
     widths = (
-        2 * facts.head_dim if facts.latent_attention is None else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
+        2 * facts.head_dim
+        if facts.latent_attention is None
+        else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
     )
     pairs = 0
     for window in facts.windows:
-        pairs += sum(query - key < (window or query + 1) for length in lengths for query in range(length) for key in range(query + 1))
+        pairs += sum(
+            query - key < (window or query + 1)
+            for length in lengths
+            for query in range(length)
+            for key in range(query + 1)
+        )
     assert flops.attention(lengths) == 2 * facts.num_attention_heads * widths * pairs
 
 

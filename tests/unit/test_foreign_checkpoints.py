@@ -1,4 +1,5 @@
-"""Checkpoints of other trainers are exported bit for bit, from every form that they are stored in, with a config made of what is said."""
+"""Checkpoints of other trainers are exported bit for bit, from every form that they are stored in, with a
+config made of what is said."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_megatron_lm_exports_with_a_config_made_of_its_arguments(name: str, tmp_
     source = megatron_lm(tmp_path, name)
     assert_exported(source, tmp_path / "out", tmp_path / "hf", "--eos-token-id", "7,9")
     config = config_of(tmp_path / "out")
-    assert config["eos_token_id"] == [7, 9] and config["bos_token_id"] is None and config["dtype"] == "float32"
+    assert (
+        config["eos_token_id"] == [7, 9] and config["bos_token_id"] is None and config["dtype"] == "float32"
+    )
     assert main(["verify", str(tmp_path / "out"), str(source)]) == 0
 
 
@@ -45,7 +48,9 @@ def singleton_shards(key: str, tensor: Tensor) -> dict[str, Tensor]:
     """As Megatron-Core stores layers with ``singleton_local_shards``: experts alone, gate and up alone."""
     found = {}
     for name, one in split_experts(key, tensor, 0).items():
-        halves = dict(zip(("_w", "_v"), one.chunk(2), strict=True)) if "linear_fc1.weight" in name else {"": one}
+        halves = (
+            dict(zip(("_w", "_v"), one.chunk(2), strict=True)) if "linear_fc1.weight" in name else {"": one}
+        )
         found |= {name + half: value for half, value in halves.items()}
     return found
 
@@ -68,7 +73,9 @@ def norms_fused(key: str, tensor: Tensor) -> dict[str, Tensor]:
     return {key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"): tensor}
 
 
-def chained(*changes: Callable[[str, Tensor], Mapping[str, Tensor]]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def chained(
+    *changes: Callable[[str, Tensor], Mapping[str, Tensor]],
+) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     def change_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for change in changes:
             tensors = renamed(tensors, change)
@@ -89,16 +96,27 @@ LAYOUTS: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]]
     "norms and layers apart": ("llama", chained(norms_apart, indexed)),
     "fused norm before experts": ("mixtral", chained(norms_fused)),
     "fused norm before experts of some layers": ("qwen2_moe_mixed_tied", chained(norms_fused)),
-    "experts apart in stacked layers": ("qwen3_moe", chained(lambda key, tensor: split_experts(key, tensor, 1))),
-    "experts and layers apart": ("qwen2_moe", chained(indexed, lambda key, tensor: split_experts(key, tensor, 0))),
+    "experts apart in stacked layers": (
+        "qwen3_moe",
+        chained(lambda key, tensor: split_experts(key, tensor, 1)),
+    ),
+    "experts and layers apart": (
+        "qwen2_moe",
+        chained(indexed, lambda key, tensor: split_experts(key, tensor, 0)),
+    ),
     "singleton local shards": ("qwen3_moe_mixed", chained(singleton_shards)),
     "optimizer beside the weights": (
         "qwen2",
-        lambda tensors: tensors | {f"optimizer.state.exp_avg.{key}": value * 2 for key, value in tensors.items()},
+        lambda tensors: (
+            tensors | {f"optimizer.state.exp_avg.{key}": value * 2 for key, value in tensors.items()}
+        ),
     ),
     "chained optimizers beside the weights": (
         "mixtral",
-        lambda tensors: tensors | {f"chained_1.optimizer.state.fp32_param.{key}": value * 2 for key, value in tensors.items()},
+        lambda tensors: (
+            tensors
+            | {f"chained_1.optimizer.state.fp32_param.{key}": value * 2 for key, value in tensors.items()}
+        ),
     ),
 }
 
@@ -152,7 +170,11 @@ def provider(name: str, **changes: Any) -> dict[str, Any]:
         "_target_": "megatron.bridge.models.qwen.qwen_provider.Qwen2ModelProvider",
         "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
         "gated_linear_unit": True,
-        "attention_backend": {"_args_": [5], "_call_": True, "_target_": "megatron.core.transformer.enums.AttnBackend"},
+        "attention_backend": {
+            "_args_": [5],
+            "_call_": True,
+            "_target_": "megatron.core.transformer.enums.AttnBackend",
+        },
         "bias_dropout_fusion": True,
         "layernorm_zero_centered_gamma": False,
         "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
@@ -173,15 +195,25 @@ def bridge(directory: Path, name: str, nested: bool = False, **changes: Any) -> 
     source = write_checkpoint(directory / "run" / "iter_0000012", tensors)
     model = provider(name, **changes)
     if nested:
-        outer = ("vocab_size", "seq_length", "rotary_base", "position_embedding_type", "share_embeddings_and_output_weights")
+        outer = (
+            "vocab_size",
+            "seq_length",
+            "rotary_base",
+            "position_embedding_type",
+            "share_embeddings_and_output_weights",
+        )
         model = {key: model.pop(key) for key in outer} | {"transformer": model}
     (source / "run_config.yaml").write_text(yaml.safe_dump({"model": model, "train": {"train_iters": 4}}))
     (source.parent / "latest_checkpointed_iteration.txt").write_text("12")
     return source.parent
 
 
-@pytest.mark.parametrize(("name", "nested"), [("qwen2", False), ("qwen3", True), ("mistral_window", True), ("qwen2_moe", False)])
-def test_megatron_bridge_exports_with_a_config_made_of_its_provider(name: str, nested: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "nested"), [("qwen2", False), ("qwen3", True), ("mistral_window", True), ("qwen2_moe", False)]
+)
+def test_megatron_bridge_exports_with_a_config_made_of_its_provider(
+    name: str, nested: bool, tmp_path: Path
+) -> None:
     assert_exported(bridge(tmp_path, name, nested), tmp_path / "out", tmp_path / "hf", "--eos-token-id", "2")
 
 
@@ -196,35 +228,48 @@ def test_verl_keeps_the_config_beside(tmp_path: Path) -> None:
         assert not opened.config_is_made and opened.model.architecture.family == "qwen3_moe"
     assert main(["export", str(tmp_path / "global_step_4"), str(tmp_path / "out")]) == 0
     expected, found = stored_tensors(tmp_path / "hf"), stored_tensors(tmp_path / "out")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()) and found.keys() == expected.keys()
+    assert (
+        all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        and found.keys() == expected.keys()
+    )
 
 
 def test_newer_releases_keep_the_arguments_among_the_tensors(tmp_path: Path) -> None:
     """Megatron-Core 0.18 and newer write no common.pt."""
     tensors = tensors_of("qwen2", tmp_path)
     state = [{"args": arguments_for("qwen2"), "checkpoint_version": 3.0}]
-    source = write_checkpoint(tmp_path / "run" / "iter_0000012", tensors, objects={"common_state/shard_0_1": state})
+    source = write_checkpoint(
+        tmp_path / "run" / "iter_0000012", tensors, objects={"common_state/shard_0_1": state}
+    )
     assert not (source / "common.pt").exists()
     assert_exported(source, tmp_path / "out", tmp_path / "hf", "--eos-token-id", "2")
 
 
 @pytest.mark.parametrize("kind", ["arguments", "provider"])
 @pytest.mark.parametrize("kept", [True, False], ids=["agrees", "contradicts"])
-def test_a_given_config_has_to_agree_with_what_the_trainer_says(kind: str, kept: bool, tmp_path: Path) -> None:
+def test_a_given_config_has_to_agree_with_what_the_trainer_says(
+    kind: str, kept: bool, tmp_path: Path
+) -> None:
     make = megatron_lm if kind == "arguments" else bridge
     source = make(tmp_path, "qwen3", **({} if kept else {"rotary_base": 500000}))
     if kept:
         assert_exported(source, tmp_path / "out", tmp_path / "hf", "--hf-config", str(tmp_path / "hf"))
-        assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+        assert (tmp_path / "out" / "config.json").read_bytes() == (
+            tmp_path / "hf" / "config.json"
+        ).read_bytes()
     else:
-        assert "rotary_base = 500000, by the config 10000" in is_refused(source, "--hf-config", str(tmp_path / "hf"))
+        assert "rotary_base = 500000, by the config 10000" in is_refused(
+            source, "--hf-config", str(tmp_path / "hf")
+        )
 
 
 def test_tokenizer_and_ids_come_from_a_directory(tmp_path: Path) -> None:
     source = megatron_lm(tmp_path, "llama")
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text('{"a": 1}')
-    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [5, 6], "bos_token_id": 4}')
+    (tmp_path / "tokenizer" / "generation_config.json").write_text(
+        '{"eos_token_id": [5, 6], "bos_token_id": 4}'
+    )
     assert_exported(source, tmp_path / "out", tmp_path / "hf", "--tokenizer", str(tmp_path / "tokenizer"))
     config = config_of(tmp_path / "out")
     assert (config["eos_token_id"], config["bos_token_id"]) == ([5, 6], 4)
@@ -234,7 +279,13 @@ def test_tokenizer_and_ids_come_from_a_directory(tmp_path: Path) -> None:
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama3": (
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
-        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     ),
     "linear": ({"rotary_seq_len_interpolation_factor": 4}, {"rope_type": "linear", "factor": 4.0}),
     "yarn": (
@@ -277,10 +328,30 @@ def test_a_factor_that_megatron_lm_does_not_use_is_asked_for(tmp_path: Path) -> 
     written = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
     source = write_checkpoint(tmp_path / "run", tensors, arguments_for("llama", **written))
     said = is_refused(source, "--eos-token-id", "2")
-    assert "rope_scaling_factor = 32.0, which Megatron-LM writes down and does not use: it trains with 8" in said
-    assert "pass --rope-scaling-factor 8 if Megatron-LM itself trained the model, or --rope-scaling-factor 32" in said
-    assert "rope-scaling-factor = 16.0, but args" in is_refused(source, "--eos-token-id", "2", "--rope-scaling-factor", "16")
-    assert main(["export", str(source), str(tmp_path / "out"), "--eos-token-id", "2", "--rope-scaling-factor", "8"]) == 0
+    assert (
+        "rope_scaling_factor = 32.0, which Megatron-LM writes down and does not use: it trains with 8" in said
+    )
+    assert (
+        "pass --rope-scaling-factor 8 if Megatron-LM itself trained the model, or --rope-scaling-factor 32"
+        in said
+    )
+    assert "rope-scaling-factor = 16.0, but args" in is_refused(
+        source, "--eos-token-id", "2", "--rope-scaling-factor", "16"
+    )
+    assert (
+        main(
+            [
+                "export",
+                str(source),
+                str(tmp_path / "out"),
+                "--eos-token-id",
+                "2",
+                "--rope-scaling-factor",
+                "8",
+            ]
+        )
+        == 0
+    )
     assert config_of(tmp_path / "out")["rope_scaling"]["factor"] == 8.0
     # a config that was handed over has to say the same
     config = config_of(tmp_path / "out")
@@ -292,7 +363,9 @@ def test_a_factor_that_megatron_lm_does_not_use_is_asked_for(tmp_path: Path) -> 
     assert main(["export", str(source), str(tmp_path / "out"), *given, "32"]) == 0
     plain = write_checkpoint(tmp_path / "plain", tensors, arguments_for("llama"))
     shutil.rmtree(tmp_path / "out")
-    assert "says nothing of rope scaling" in is_refused(plain, "--eos-token-id", "2", "--rope-scaling-factor", "8")
+    assert "says nothing of rope scaling" in is_refused(
+        plain, "--eos-token-id", "2", "--rope-scaling-factor", "8"
+    )
 
 
 def test_rows_behind_the_vocabulary_may_hold_anything(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The float32 weights that an optimizer keeps are exported in place of the model's own, or it is said why they cannot be."""
+"""The float32 weights that an optimizer keeps are exported in place of the model's own, or it is said why
+they cannot be."""
 
 from __future__ import annotations
 
@@ -12,39 +13,74 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.tiers import sampled
-from tests.unit.foreign_checkpoints import arguments_for, assert_exported, is_refused, tensors_of, write_checkpoint
+from tests.unit.foreign_checkpoints import (
+    arguments_for,
+    assert_exported,
+    is_refused,
+    tensors_of,
+    write_checkpoint,
+)
 
-MASTERS: dict[str, str] = {"fully_reshardable": "optimizer.state.param.", "not distributed": "optimizer.state.fp32_param."}
+MASTERS: dict[str, str] = {
+    "fully_reshardable": "optimizer.state.param.",
+    "not distributed": "optimizer.state.fp32_param.",
+}
 
 
 @sampled(1)
 @pytest.mark.parametrize("prefix", MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 def test_master_weights_are_exported(prefix: str, beside: bool, tmp_path: Path) -> None:
-    """The model that transformers saved in float32 is what the optimizer holds; the checkpoint's own weights are it in bfloat16."""
+    """The model that transformers saved in float32 is what the optimizer holds; the checkpoint's own weights
+    are it in bfloat16."""
     exact = tensors_of("qwen3_moe", tmp_path)
     rounded = {key: tensor.bfloat16() for key, tensor in exact.items()}
-    master = {f"{'chained_1.' if 'experts' in key else ''}{prefix}{key}": tensor for key, tensor in exact.items()}
-    source = write_checkpoint(tmp_path / "run" / "weights", rounded if beside else rounded | master, arguments_for("qwen3_moe"))
+    master = {
+        f"{'chained_1.' if 'experts' in key else ''}{prefix}{key}": tensor for key, tensor in exact.items()
+    }
+    source = write_checkpoint(
+        tmp_path / "run" / "weights", rounded if beside else rounded | master, arguments_for("qwen3_moe")
+    )
     if beside:
         write_checkpoint(tmp_path / "run" / "optimizer", master)
     flags = ("--eos-token-id", "2")
     assert_exported(source, tmp_path / "own", tmp_path / "hf", *flags, dtype=torch.bfloat16)
     assert_exported(source, tmp_path / "exact", tmp_path / "hf", *flags, "--source-weights", "master")
     assert_exported(
-        source, tmp_path / "rounded", tmp_path / "hf", *flags, "--source-weights", "master", "--dtype", "bfloat16", dtype=torch.bfloat16
+        source,
+        tmp_path / "rounded",
+        tmp_path / "hf",
+        *flags,
+        "--source-weights",
+        "master",
+        "--dtype",
+        "bfloat16",
+        dtype=torch.bfloat16,
     )
-    assert load_file(tmp_path / "rounded" / "model.safetensors").keys() == load_file(tmp_path / "own" / "model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "rounded" / "model.safetensors").keys()
+        == load_file(tmp_path / "own" / "model.safetensors").keys()
+    )
 
 
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
         (lambda exact: {}, "has no optimizer state with float32 weights"),
-        (lambda exact: {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.zeros(9)}, "was saved by buckets"),
-        (lambda exact: {f"optimizer.state.fp32_param.{key}": value.reshape(-1) for key, value in exact.items()}, "in its own shapes"),
         (
-            lambda exact: {f"optimizer.state.param.{key}": value for key, value in exact.items() if "final" not in key},
+            lambda exact: {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.zeros(9)},
+            "was saved by buckets",
+        ),
+        (
+            lambda exact: {
+                f"optimizer.state.fp32_param.{key}": value.reshape(-1) for key, value in exact.items()
+            },
+            "in its own shapes",
+        ),
+        (
+            lambda exact: {
+                f"optimizer.state.param.{key}": value for key, value in exact.items() if "final" not in key
+            },
             r"missing: decoder.final_layernorm.weight \(torch.bfloat16 in the model\)",
         ),
     ],

@@ -20,21 +20,30 @@ from tests.unit.converters_tiny import tiny_config
 from tests.unit.foreign_checkpoints import ARGUMENTS, arguments_for
 
 pytestmark = newest_megatron
-FIELDS = {field.name: field for config in (MLATransformerConfig, TransformerConfig) for field in dataclasses.fields(config)}
+FIELDS = {
+    field.name: field
+    for config in (MLATransformerConfig, TransformerConfig)
+    for field in dataclasses.fields(config)
+}
 # how a user of Megatron-LM starts the training of each tiny model
 FLAGS: dict[str, str] = {
     "llama": "",
     "mistral_window": "--window-size (8,0)",
     "qwen2": "--add-qkv-bias",
-    "qwen3_moe_mixed": "--qk-layernorm --num-experts 7 --moe-router-topk 4 --moe-ffn-hidden-size 22 --moe-layer-freq ([1,0,1]) "
+    "qwen3_moe_mixed": "--qk-layernorm --num-experts 7 --moe-router-topk 4 --moe-ffn-hidden-size 22 "
+    "--moe-layer-freq ([1,0,1]) "
     "--moe-router-pre-softmax",
-    "qwen2_moe": "--add-qkv-bias --num-experts 7 --moe-router-topk 3 --moe-ffn-hidden-size 22 --moe-shared-expert-intermediate-size 32 "
+    "qwen2_moe": "--add-qkv-bias --num-experts 7 --moe-router-topk 3 --moe-ffn-hidden-size 22 "
+    "--moe-shared-expert-intermediate-size 32 "
     "--moe-shared-expert-gate --moe-router-pre-softmax",
 }
 COMMON_FLAGS = (
-    "--num-layers 3 --hidden-size 42 --ffn-hidden-size 52 --num-attention-heads 6 --kv-channels 10 --group-query-attention "
-    "--micro-batch-size 1 --seq-length 48 --max-position-embeddings 64 --swiglu --disable-bias-linear --normalization RMSNorm "
-    "--position-embedding-type rope --rotary-base 10000 --untie-embeddings-and-output-weights --bf16 --vocab-size 101"
+    "--num-layers 3 --hidden-size 42 --ffn-hidden-size 52 --num-attention-heads 6 --kv-channels 10 "
+    "--group-query-attention "
+    "--micro-batch-size 1 --seq-length 48 --max-position-embeddings 64 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm "
+    "--position-embedding-type rope --rotary-base 10000 --untie-embeddings-and-output-weights --bf16 "
+    "--vocab-size 101"
 )
 
 
@@ -49,9 +58,12 @@ def test_every_setting_of_megatron_core_is_known() -> None:
 
 
 def test_neutral_values_are_the_defaults_of_megatron_core() -> None:
-    """Whatever changes the function when it is set has to be off by default, or every checkpoint would be refused."""
+    """Whatever changes the function when it is set has to be off by default, or every checkpoint would be
+    refused."""
     known = {**NEUTRAL, **NEUTRAL_OF_MIXTURES}
-    assert [name for name, values in known.items() if name in FIELDS and FIELDS[name].default not in values] == []
+    assert [
+        name for name, values in known.items() if name in FIELDS and FIELDS[name].default not in values
+    ] == []
     assert sum(name in FIELDS for name in known) > 20
 
 
@@ -79,7 +91,9 @@ def test_unknown_names_that_sound_like_the_model_are_suspicious(name: str) -> No
     with pytest.raises(ConversionError, match=f"{name} = 0.5: unknown setting"):
         check_agreement(settings, read_architecture(tiny_config("llama", rms_norm_eps=1e-6)))
     for off in (None, False, "", []):
-        check_agreement(settings_for("llama", **{name: off}), read_architecture(tiny_config("llama", rms_norm_eps=1e-6)))
+        check_agreement(
+            settings_for("llama", **{name: off}), read_architecture(tiny_config("llama", rms_norm_eps=1e-6))
+        )
 
 
 SENSITIVE: dict[str, Any] = {
@@ -140,7 +154,9 @@ def test_every_argument_of_a_mixture_is_compared(name: str, value: Any) -> None:
 
 def parsed(flags: str) -> argparse.Namespace:
     """What Megatron-LM's own parser makes of flags, before it validates them against the machine."""
-    arguments = pytest.importorskip("megatron.training.arguments", reason="only newer packages of Megatron-Core contain Megatron-LM")
+    arguments = pytest.importorskip(
+        "megatron.training.arguments", reason="only newer packages of Megatron-Core contain Megatron-LM"
+    )
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return parser.parse_args(flags.split())
 

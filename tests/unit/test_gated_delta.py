@@ -1,4 +1,5 @@
-"""The gated delta rule in chunks against the recurrence token by token in float64, with all sizes different; its step; its convolution."""
+"""The gated delta rule in chunks against the recurrence token by token in float64, with all sizes different;
+its step; its convolution."""
 
 from __future__ import annotations
 
@@ -11,17 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.engine import gated_delta
-from megarl.models.engine.gated_delta import causal_convolution, gated_delta_rule, gated_delta_step, log_decays, unit_norm
+from megarl.models.engine.gated_delta import (
+    causal_convolution,
+    gated_delta_rule,
+    gated_delta_step,
+    log_decays,
+    unit_norm,
+)
 
 KEY_HEADS, VALUE_HEADS, KEYS, VALUES, WIDTH = 2, 6, 5, 7, 4
 CHANNELS = 2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
-STARTS = {"one chunk": (0, 3), "odd end": (0, 13), "whole chunks": (0, 8), "packed": (0, 1, 10, 14, 22, 24), "one token each": (0, 1, 2, 3)}
+STARTS = {
+    "one chunk": (0, 3),
+    "odd end": (0, 13),
+    "whole chunks": (0, 8),
+    "packed": (0, 1, 10, 14, 22, 24),
+    "one token each": (0, 1, 2, 3),
+}
 
 
 def leaves(tokens: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What a mixer makes of its projection, and its parameters. Gates reach from almost 0 to strong, so that gradients are compared through
-    the parameters and never by division."""
+    """What a mixer makes of its projection, and its parameters. Gates reach from almost 0 to strong, so that
+    gradients are compared through the parameters and never by division."""
     generator = torch.Generator().manual_seed(tokens)
     shapes: dict[str, tuple[int, ...]] = {
         "inputs": (tokens, CHANNELS),
@@ -32,14 +45,20 @@ def leaves(tokens: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
         "dt_bias": (VALUE_HEADS,),
         "pull": (tokens, VALUE_HEADS, VALUES),
     }
-    drawn = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    drawn = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }
     return {name: tensor.to(dtype).requires_grad_(name != "pull") for name, tensor in drawn.items()}
 
 
 def heads_of(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = mixed.split([KEY_HEADS * KEYS, KEY_HEADS * KEYS, VALUE_HEADS * VALUES], dim=-1)
     heads = (KEY_HEADS, -1)
-    return unit_norm(query.unflatten(-1, heads)), unit_norm(key.unflatten(-1, heads)), value.unflatten(-1, (VALUE_HEADS, -1))
+    return (
+        unit_norm(query.unflatten(-1, heads)),
+        unit_norm(key.unflatten(-1, heads)),
+        value.unflatten(-1, (VALUE_HEADS, -1)),
+    )
 
 
 def mixed_by(given: dict[str, Tensor], starts: tuple[int, ...], *context: Any) -> Tensor:
@@ -56,20 +75,33 @@ def slow(given: dict[str, Tensor], starts: tuple[int, ...]) -> Tensor:
         state = torch.zeros(VALUE_HEADS, KEYS, VALUES, dtype=torch.float64)
         for token in range(start, end):
             seen = range(max(start, token - WIDTH + 1), token + 1)
-            mixed = torch.stack([given["inputs"][past] * given["weight"][:, WIDTH - 1 - token + past] for past in seen]).sum(0)
+            mixed = torch.stack(
+                [given["inputs"][past] * given["weight"][:, WIDTH - 1 - token + past] for past in seen]
+            ).sum(0)
             query, key, value = heads_of(F.silu(mixed))
-            query, key = (heads.repeat_interleave(VALUE_HEADS // KEY_HEADS, dim=0) for heads in (query / KEYS**0.5, key))
+            query, key = (
+                heads.repeat_interleave(VALUE_HEADS // KEY_HEADS, dim=0) for heads in (query / KEYS**0.5, key)
+            )
             decay = torch.exp(-given["A_log"].exp() * F.softplus(given["decay"][token] + given["dt_bias"]))
             step = given["step"][token].sigmoid()[:, None, None]
             outer = key[:, :, None] * key[:, None, :]
-            state = decay[:, None, None] * (state - step * outer @ state) + step * key[:, :, None] * value[:, None, :]
+            state = (
+                decay[:, None, None] * (state - step * outer @ state)
+                + step * key[:, :, None] * value[:, None, :]
+            )
             outputs.append((state * query[:, :, None]).sum(1))
     return torch.stack(outputs)
 
 
 def gradients_of(given: dict[str, Tensor], output: Tensor) -> dict[str, Tensor]:
     names = [name for name in given if name != "pull"]
-    return dict(zip(names, torch.autograd.grad(output, [given[name] for name in names], given["pull"].to(output)), strict=True))
+    return dict(
+        zip(
+            names,
+            torch.autograd.grad(output, [given[name] for name in names], given["pull"].to(output)),
+            strict=True,
+        )
+    )
 
 
 def check_close(got: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
@@ -109,7 +141,8 @@ def test_strong_decays_overflow_nothing() -> None:
 
 
 def test_nothing_crosses_a_packed_border() -> None:
-    """A sequence is the same to the bit, and gives the same gradients, whatever is packed in front of it and behind it."""
+    """A sequence is the same to the bit, and gives the same gradients, whatever is packed in front of it and
+    behind it."""
     starts, here = (0, 9, 21, 30), slice(9, 21)
     found = []
     for scale in (1.0, -3.0):
@@ -130,7 +163,10 @@ def test_steps_go_on_where_chunks_end() -> None:
     query, key, value = heads_of(F.silu(given["inputs"]))
     decays, steps = log_decays(given["decay"], given["A_log"], given["dt_bias"]), given["step"].sigmoid()
     whole, last = gated_delta_rule(query, key, value, decays, steps, (0, 11))
-    before, behind = ([tensor[part] for tensor in (query, key, value, decays, steps)] for part in (slice(0, 8), slice(8, 11)))
+    before, behind = (
+        [tensor[part] for tensor in (query, key, value, decays, steps)]
+        for part in (slice(0, 8), slice(8, 11))
+    )
     query, key, value, decays, steps = before
     _, state = gated_delta_rule(query, key, value, decays, steps, (0, 8))
     for token in range(8, 11):

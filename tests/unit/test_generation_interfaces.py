@@ -49,7 +49,8 @@ def test_agrees_with_a_plain_loop(rows: int, width: int, pad: int, draw: st.Data
     lengths = [draw.draw(st.integers(0, width)) for _ in range(rows)]
     good = all(token == pad for row, length in zip(tokens, lengths, strict=True) for token in row[length:])
     data = BatchedDataDict(
-        input_ids=torch.tensor(tokens, dtype=torch.int64).reshape(rows, width), input_lengths=torch.tensor(lengths, dtype=torch.int64)
+        input_ids=torch.tensor(tokens, dtype=torch.int64).reshape(rows, width),
+        input_lengths=torch.tensor(lengths, dtype=torch.int64),
     )
     assert verify_right_padding(data, pad, raise_error=False)[0] is good
 
@@ -60,11 +61,23 @@ def test_agrees_with_a_plain_loop(rows: int, width: int, pad: int, draw: st.Data
     [
         ({"input_ids": torch.zeros(1, 2), "input_lengths": torch.ones(1)}, "must be a BatchedDataDict"),
         (BatchedDataDict(input_ids=torch.zeros(1, 2)), "either input_ids and input_lengths"),
-        (BatchedDataDict(input_ids=torch.zeros(1, 2), unpadded_sequence_lengths=torch.ones(1)), "either input_ids"),
+        (
+            BatchedDataDict(input_ids=torch.zeros(1, 2), unpadded_sequence_lengths=torch.ones(1)),
+            "either input_ids",
+        ),
         (BatchedDataDict(input_ids=torch.zeros(2), input_lengths=torch.ones(2)), "must be 2-D"),
-        (BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.ones(3)), "one length for each row"),
-        (BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([1, 4])), "ranges from 1 to 4"),
-        (BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([-1, 2])), "ranges from -1 to 2"),
+        (
+            BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.ones(3)),
+            "one length for each row",
+        ),
+        (
+            BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([1, 4])),
+            "ranges from 1 to 4",
+        ),
+        (
+            BatchedDataDict(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([-1, 2])),
+            "ranges from -1 to 2",
+        ),
     ],
 )
 def test_data_that_cannot_be_checked(data: Any, message: str, raise_error: bool) -> None:
@@ -78,7 +91,12 @@ def test_pad_value_is_needed() -> None:
 
 
 def test_what_an_engine_and_a_policy_must_offer() -> None:
-    assert GenerationInterface.__abstractmethods__ == {"init_collective", "generate", "prepare_for_generation", "finish_generation"}
+    assert GenerationInterface.__abstractmethods__ == {
+        "init_collective",
+        "generate",
+        "prepare_for_generation",
+        "finish_generation",
+    }
     trainable = {
         "get_logprobs",
         "get_reference_policy_logprobs",

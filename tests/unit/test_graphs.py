@@ -37,7 +37,11 @@ def test_each_key_and_shape_warms_up_is_recorded_and_then_replayed() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda values: values * values.sum().item(), lambda values: values * values.tolist()[0], lambda values: values[values > 0] * 1],
+    [
+        lambda values: values * values.sum().item(),
+        lambda values: values * values.tolist()[0],
+        lambda values: values[values > 0] * 1,
+    ],
     ids=["item", "tolist", "shape"],
 )
 def test_what_reads_the_device_is_run_as_it_is(
@@ -48,7 +52,9 @@ def test_what_reads_the_device_is_run_as_it_is(
     values = torch.arange(1.0, 4.0)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            torch.testing.assert_close(recorder.run("read", function, values), function(values), atol=0, rtol=0)
+            torch.testing.assert_close(
+                recorder.run("read", function, values), function(values), atol=0, rtol=0
+            )
     assert recorder.capture is None
     assert caplog.text.count("decoding without CUDA graphs") == 1
     # nor does the next call of generation try
@@ -56,7 +62,9 @@ def test_what_reads_the_device_is_run_as_it_is(
     assert later.capture is None and later.few_sizes and recorder.few_sizes
 
 
-def test_nothing_is_recorded_on_a_cpu_or_where_it_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_on_a_cpu_or_where_it_is_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "_logged", set())
     assert graphs_on(torch.device("cpu"), "of no interest here").capture is None
     with caplog.at_level(logging.INFO):

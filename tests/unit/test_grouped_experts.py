@@ -1,4 +1,5 @@
-"""The grouped products of experts against a loop over experts, and the memory of several tensors seen as one."""
+"""The grouped products of experts against a loop over experts, and the memory of several tensors seen as
+one."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from torch import Tensor
 from megarl.models.megatron import grouped_experts
 from megarl.models.megatron.grouped_experts import _OfTokens, _Product, shared_view, stacked
 
-pytestmark = pytest.mark.skipif(grouped_experts.grouped_mm is None, reason="torch.nn.functional.grouped_mm is in torch 2.10 and newer")
+pytestmark = pytest.mark.skipif(
+    grouped_experts.grouped_mm is None, reason="torch.nn.functional.grouped_mm is in torch 2.10 and newer"
+)
 
 # tokens of each expert: uneven, none for some or for the last, one token in all
 SPLITS = [(3, 0, 9, 1), (0, 0, 0, 1), (1, 0, 0, 0), (5, 5, 5, 5), (0, 7, 0, 0)]
 
 
 def parameters(shape: tuple[int, ...], dtype: torch.dtype, *, beside: bool) -> list[torch.nn.Parameter]:
-    """Four of a shape, ``beside`` one another in one piece of memory with gaps, with gradient buffers as Megatron's."""
+    """Four of a shape, ``beside`` one another in one piece of memory with gaps, with gradient buffers as
+    Megatron's."""
     numbers = torch.Size(shape).numel()
     homes = [torch.randn(4, numbers + 64).to(dtype) for _ in range(2)]
     weights = [home[:, :numbers].view(4, *shape) for home in homes]
@@ -43,7 +47,10 @@ def summed(weights: list[torch.nn.Parameter]) -> list[Tensor]:
 def test_products_equal_those_of_a_loop(split: tuple[int, ...], dtype: torch.dtype, beside: bool) -> None:
     """To the bit, gradients and their sums in buffers too; near float64 within rounding."""
     torch.manual_seed(7)
-    weights, tokens = parameters((24, 16), dtype, beside=beside), torch.randn(sum(split), 16).to(dtype).requires_grad_()
+    weights, tokens = (
+        parameters((24, 16), dtype, beside=beside),
+        torch.randn(sum(split), 16).to(dtype).requires_grad_(),
+    )
     before = [weight.main_grad.clone() for weight in weights]
     limits = torch.tensor(split).cumsum(0, dtype=torch.int32)
     gradient = torch.randn(sum(split), 24).to(dtype)
@@ -89,7 +96,10 @@ def test_gradients_without_strides_of_their_own() -> None:
     for weight in weights:
         weight.requires_grad_(False)
     for rows in (1, 4):
-        tokens, limits = torch.randn(rows, 16, requires_grad=True), torch.tensor([0, 0, 1, rows], dtype=torch.int32)
+        tokens, limits = (
+            torch.randn(rows, 16, requires_grad=True),
+            torch.tensor([0, 0, 1, rows], dtype=torch.int32),
+        )
         _Product.apply(tokens, limits, *weights).sum().backward()
         assert tokens.grad is not None and tokens.grad.shape == (rows, 16)
     assert all(weight.grad is None for weight in weights)

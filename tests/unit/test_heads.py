@@ -35,7 +35,9 @@ CASES = [
 ]
 
 
-def save_scoring(directory: Path, name: str, kind: Any, labels: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def save_scoring(
+    directory: Path, name: str, kind: Any, labels: int, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """A model that scores, saved by transformers, its weights random."""
     torch.manual_seed(4)
     config = tiny_config(name, num_labels=labels, **changes)
@@ -54,7 +56,13 @@ def run(*argv: str | Path) -> None:
 @sampled(3)
 @pytest.mark.parametrize(("name", "kind", "labels", "dtype", "changes"), CASES)
 def test_there_and_back(
-    name: str, kind: Any, labels: int, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    kind: Any,
+    labels: int,
+    dtype: torch.dtype,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hf, mcore, back = tmp_path / "hf", tmp_path / "mcore", tmp_path / "back"
     model = save_scoring(hf, name, kind, labels, dtype, **changes)
@@ -63,7 +71,9 @@ def test_there_and_back(
     before, after = stored_tensors(hf), stored_tensors(back)
     assert set(before) == set(after) and "lm_head.weight" not in before
     for tensor in before:
-        assert before[tensor].dtype == after[tensor].dtype and torch.equal(before[tensor], after[tensor]), tensor
+        assert before[tensor].dtype == after[tensor].dtype and torch.equal(before[tensor], after[tensor]), (
+            tensor
+        )
     checkpoint = TorchDistCheckpoint(mcore)
     # what a trainer's plain linear layer asks for: all rows on every rank, none of them padding
     assert checkpoint.shape("output_layer.weight") == (labels, 42)
@@ -76,7 +86,8 @@ def test_there_and_back(
     loaded = kind.from_pretrained(back, dtype=dtype, experts_implementation="eager").eval()
     tokens = torch.arange(1, 12)[None]
     with torch.no_grad():
-        # loaded ones lie where the file has them; dot products of some processors round by where a vector begins
+        # loaded ones lie where the file has them; dot products of some processors round by where a vector
+        # begins
         assert torch.equal(copy.deepcopy(loaded)(tokens).logits, model(tokens).logits)
 
 
@@ -98,11 +109,21 @@ def test_a_worker_is_not_built_of_it(tmp_path: Path) -> None:
             {},
             "only LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClass",
         ),
-        (SEQUENCE, {"architectures": "LlamaForSequenceClassification"}, {}, "architectures = 'LlamaForSequenceClassification'"),
+        (
+            SEQUENCE,
+            {"architectures": "LlamaForSequenceClassification"},
+            {},
+            "architectures = 'LlamaForSequenceClassification'",
+        ),
         (SEQUENCE, {"architectures": ["LlamaForCausalLM"]}, {}, "missing: lm_head.weight [101, 42]"),
         (SEQUENCE, {"architectures": ["LlamaForTokenClassification"]}, {}, "missing: score.bias [3]"),
         (TOKEN, {"architectures": ["LlamaForSequenceClassification"]}, {}, "unknown: score.bias [3]"),
-        (SEQUENCE, {"id2label": {"0": "a", "1": "b"}}, {}, "shape: score.weight is [3, 42], config.json asks for [2, 42]"),
+        (
+            SEQUENCE,
+            {"id2label": {"0": "a", "1": "b"}},
+            {},
+            "shape: score.weight is [3, 42], config.json asks for [2, 42]",
+        ),
         (SEQUENCE, {"id2label": {}}, {}, "num_labels"),
         (SEQUENCE, {}, {"lm_head.weight": torch.ones(101, 42)}, "unknown: lm_head.weight"),
         (SEQUENCE, {}, {"score.weight": torch.ones(42, 3)}, "shape: score.weight is [42, 3]"),
@@ -110,11 +131,20 @@ def test_a_worker_is_not_built_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit(
-    kind: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: Any,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hf = tmp_path / "hf"
     save_scoring(hf, "llama", kind, 3)
-    described = {key: value for key, value in json.loads((hf / "config.json").read_text()).items() if key != "label2id" or not config}
+    described = {
+        key: value
+        for key, value in json.loads((hf / "config.json").read_text()).items()
+        if key != "label2id" or not config
+    }
     (hf / "config.json").write_text(json.dumps({**described, **config}))
     save_file({**stored_tensors(hf), **tensors}, hf / "model.safetensors", metadata={"format": "pt"})
     assert main(["import", str(hf), str(tmp_path / "mcore")]) == 2

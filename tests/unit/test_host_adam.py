@@ -21,7 +21,11 @@ def shards(settings: StateSettings, precision: torch.dtype) -> list[Shard]:
     for number, count in enumerate(COUNTS):
         weights = torch.randn(count, generator=generator).to(precision)
         moments = {name: settings.format_of(name).zeros(count, CPU) for name in MOMENTS}
-        found.append(Shard(f"{number}", 3, weights, torch.empty(count, dtype=precision), moments, weights.float().clone()))
+        found.append(
+            Shard(
+                f"{number}", 3, weights, torch.empty(count, dtype=precision), moments, weights.float().clone()
+            )
+        )
     return found
 
 
@@ -36,7 +40,9 @@ def test_slices_are_stepped_as_the_whole(
     one, other = shards(settings, precision), shards(settings, precision)
     adam, generator = HostAdam(CPU), torch.Generator().manual_seed(3)
     for step in range(1, 5):
-        numbers = Hyperparameters(0.02, (0.9, 0.95), 1e-8, 0.1, step, gradient_factor=0.7 if step % 2 else 1.0)
+        numbers = Hyperparameters(
+            0.02, (0.9, 0.95), 1e-8, 0.1, step, gradient_factor=0.7 if step % 2 else 1.0
+        )
         for mine, theirs in zip(one, other, strict=True):
             mine.gradient.copy_(torch.randn(mine.gradient.shape, generator=generator))
             theirs.gradient.copy_(mine.gradient)
@@ -45,7 +51,9 @@ def test_slices_are_stepped_as_the_whole(
         adam.step([(shard, numbers) for shard in one], settings)
         assert all(torch.equal(shard.gradient, gradient) for shard, gradient in zip(one, before, strict=True))
     for mine, theirs in zip(one, other, strict=True):
-        assert mine.master is not None and theirs.master is not None and torch.equal(mine.master, theirs.master)
+        assert (
+            mine.master is not None and theirs.master is not None and torch.equal(mine.master, theirs.master)
+        )
         assert torch.equal(mine.weights, theirs.weights)
         assert all(torch.equal(mine.moments[name], theirs.moments[name]) for name in MOMENTS)
 
@@ -58,7 +66,9 @@ def test_slices_of_a_device_are_stepped_as_the_whole(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(low_precision_adam, "SLICES", {"cpu": size})
         shard = shards(settings, torch.bfloat16)[0]
         shard.gradient.copy_(shard.weights.sin())
-        step_shard(Shard(shard.name, 0, shard.weights, shard.gradient, shard.moments, None), settings, numbers)
+        step_shard(
+            Shard(shard.name, 0, shard.weights, shard.gradient, shard.moments, None), settings, numbers
+        )
         found.append([shard.weights, *shard.moments.values()])
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
@@ -66,9 +76,20 @@ def test_slices_of_a_device_are_stepped_as_the_whole(monkeypatch: pytest.MonkeyP
 def test_host_memory_is_taken_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_adam, "_PINNED_BLOCK", 4096)
     memory, made = HostMemory(pin=False), []
-    for count, dtype in ((100, torch.float32), (33, torch.uint8), (700, torch.bfloat16), (5000, torch.uint8), (9, torch.float32)):
+    for count, dtype in (
+        (100, torch.float32),
+        (33, torch.uint8),
+        (700, torch.bfloat16),
+        (5000, torch.uint8),
+        (9, torch.float32),
+    ):
         tensor = memory.zeros_like(torch.empty(count, dtype=dtype, device="meta"))
-        assert tensor.shape == (count,) and tensor.dtype is dtype and not tensor.any() and tensor.data_ptr() % 4 == 0
+        assert (
+            tensor.shape == (count,)
+            and tensor.dtype is dtype
+            and not tensor.any()
+            and tensor.data_ptr() % 4 == 0
+        )
         made.append(tensor.fill_(len(made) + 1))
     assert all((tensor == number).all() for number, tensor in enumerate(made, 1))
     assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 3

@@ -33,7 +33,9 @@ def of_another(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         process.kill()
 
 
-def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_what_a_killed_process_left_goes_at_the_next_start(
+    tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]
+) -> None:
     left, process = of_another
     (left / "deep").mkdir()
     (left / "deep" / "file").write_text("x")
@@ -45,7 +47,9 @@ def test_what_a_killed_process_left_goes_at_the_next_start(tmp_path: Path, of_an
     assert sorted(tmp_path.iterdir()) == sorted([own, again])
 
 
-def test_one_that_was_not_waited_for_has_ended(tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_one_that_was_not_waited_for_has_ended(
+    tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]
+) -> None:
     left, process = of_another
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -54,18 +58,32 @@ def test_one_that_was_not_waited_for_has_ended(tmp_path: Path, of_another: tuple
 
 @pytest.mark.parametrize(
     "change",
-    [{"host": "another"}, {"boot": "another"}, {"processes": "pid:[1]"}, {"process": "1"}, {"process": None}, {"host": None}, {}],
+    [
+        {"host": "another"},
+        {"boot": "another"},
+        {"processes": "pid:[1]"},
+        {"process": "1"},
+        {"process": None},
+        {"host": None},
+        {},
+    ],
 )
-def test_what_may_belong_to_a_process_that_cannot_be_seen_stays(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_may_belong_to_a_process_that_cannot_be_seen_stays(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
     directory = owned_directory(tmp_path)
     owner = json.loads((directory / OWNER_FILE).read_text())
     # another process of this number
     written = {**owner, "started": 1, **change}
-    (directory / OWNER_FILE).write_text(json.dumps({key: value for key, value in written.items() if value is not None}))
+    (directory / OWNER_FILE).write_text(
+        json.dumps({key: value for key, value in written.items() if value is not None})
+    )
     assert sweep(tmp_path) == ([] if change else [directory])
 
 
-def test_what_names_no_owner_or_is_another_user_s_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_names_no_owner_or_is_another_user_s_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "megarl-old").mkdir()
     (tmp_path / "megarl-torn").mkdir()
     (tmp_path / "megarl-torn" / OWNER_FILE).write_text("{")
@@ -93,7 +111,9 @@ def test_what_a_process_of_ray_still_uses_stays(tmp_path: Path) -> None:
     assert sweep(tmp_path) == [directory]
 
 
-def test_what_is_kept_on_purpose_stays(tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_what_is_kept_on_purpose_stays(
+    tmp_path: Path, of_another: tuple[Path, subprocess.Popen[str]]
+) -> None:
     left, process = of_another
     keep(left)
     process.kill()

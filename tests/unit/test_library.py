@@ -1,4 +1,5 @@
-"""``megarl.train`` up to the point where its process starts: arguments, rows and functions; and the tables that a run is read as."""
+"""``megarl.train`` up to the point where its process starts: arguments, rows and functions; and the tables
+that a run is read as."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Call:
         def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
             found.update(yaml.safe_load(Path(words[1]).read_text()), given=sorted(given), words=words)
             train = found["data"]["train"]
-            found["rows"] = Path(train["path"]).read_text() if train.get("path", "").endswith(".jsonl") else None
+            found["rows"] = (
+                Path(train["path"]).read_text() if train.get("path", "").endswith(".jsonl") else None
+            )
             found["rewards"] = Path(words[1]).with_name("rewards.py").read_text() if given else None
             raise Started
 
@@ -84,16 +87,40 @@ def test_the_shortest_call_says_everything_that_a_run_needs(called: Call) -> Non
 
 def test_sections_whole_keys_and_keys_of_fields_are_overrides(called: Call) -> None:
     rows = [{"q": each["prompt"], "a": each["answer"]} for each in ROWS]
-    section = {"policy": {"precision": "bfloat16"}, "policy.generation.top_k": 7, "checkpointing": {"save_period": 2}}
-    config = called("dapo", "model", rows, "math", prompt_key="q", answer_key="a", backend="dtensor", learning_rate=2e-5, **section)
-    assert config["defaults"] == [f"base/{name}.yaml" for name in ("grpo", "dapo", "megatron", "dtensor", "small")]
+    section = {
+        "policy": {"precision": "bfloat16"},
+        "policy.generation.top_k": 7,
+        "checkpointing": {"save_period": 2},
+    }
+    config = called(
+        "dapo",
+        "model",
+        rows,
+        "math",
+        prompt_key="q",
+        answer_key="a",
+        backend="dtensor",
+        learning_rate=2e-5,
+        **section,
+    )
+    assert config["defaults"] == [
+        f"base/{name}.yaml" for name in ("grpo", "dapo", "megatron", "dtensor", "small")
+    ]
     assert config["policy"]["precision"] == "bfloat16" and config["policy"]["generation"]["top_k"] == 7
-    assert config["policy"]["optimizer"] == {"kwargs": {"lr": 2e-5}} and config["checkpointing"]["save_period"] == 2
+    assert (
+        config["policy"]["optimizer"] == {"kwargs": {"lr": 2e-5}}
+        and config["checkpointing"]["save_period"] == 2
+    )
     assert (config["data"]["train"]["prompt_key"], config["data"]["train"]["answer_key"]) == ("q", "a")
 
 
 def test_a_recipe_keeps_its_sizes_and_takes_what_is_given(called: Call) -> None:
-    sizes = {"max_total_sequence_length": 64, "max_input_seq_length": 32, "max_new_tokens": 32, "train_global_batch_size": 32}
+    sizes = {
+        "max_total_sequence_length": 64,
+        "max_input_seq_length": 32,
+        "max_new_tokens": 32,
+        "train_global_batch_size": 32,
+    }
     config = called("grpo-qwen2.5-1.5b-1gpu-megatron", "model", ROWS, right, num_prompts_per_step=4, **sizes)
     assert config["defaults"].endswith("grpo-qwen2.5-1.5b-1gpu-megatron.yaml")
     assert config["grpo"] == {"num_prompts_per_step": 4} and "precision" not in config["policy"]
@@ -105,14 +132,23 @@ def test_a_reward_of_the_response_alone_needs_no_answers_and_one_of_a_column_get
     assert alone["env"]["reward"] == "given:reward"
     levels = [{**row, "level": np.int64(2)} for row in ROWS]
     by_column = called("grpo", "model", levels, lambda response, level: level)
-    assert by_column["data"]["train"]["extra_keys"] == ["level"] and json.loads(by_column["rows"].splitlines()[0])["level"] == 2
+    assert (
+        by_column["data"]["train"]["extra_keys"] == ["level"]
+        and json.loads(by_column["rows"].splitlines()[0])["level"] == 2
+    )
 
 
 def test_several_rewards_have_names_and_weights(called: Call) -> None:
     config = called("grpo", "model", ROWS, [right, right, "exact_match"])
-    assert list(config["env"]["rewards"]) == ["right", "right_2", "exact_match"] and config["env"]["reward"] is None
+    assert (
+        list(config["env"]["rewards"]) == ["right", "right_2", "exact_match"]
+        and config["env"]["reward"] is None
+    )
     weighted = called("grpo", "model", ROWS, {"main": {"reward": right, "weight": 0.5}, "form": "format"})
-    assert weighted["env"]["rewards"] == {"main": {"reward": "given:right", "weight": 0.5}, "form": {"reward": "format"}}
+    assert weighted["env"]["rewards"] == {
+        "main": {"reward": "given:right", "weight": 0.5},
+        "form": {"reward": "format"},
+    }
 
 
 def test_tables_and_data_sets_are_written_as_they_are(called: Call) -> None:
@@ -156,7 +192,9 @@ def test_other_mistakes() -> None:
     assert "sft samples no responses to reward" in refusals("sft", "model", ROWS, right)
     assert "it must be a directory or a hub id" in refusals("grpo", object(), ROWS, right)
     handle = sys.stdout
-    assert "cannot be sent to the processes" in refusals("grpo", "model", ROWS, lambda response: handle.fileno())
+    assert "cannot be sent to the processes" in refusals(
+        "grpo", "model", ROWS, lambda response: handle.fileno()
+    )
 
 
 def test_a_refused_call_leaves_an_earlier_one_of_its_run_as_it_was(called: Call) -> None:
@@ -165,7 +203,9 @@ def test_a_refused_call_leaves_an_earlier_one_of_its_run_as_it_was(called: Call)
     called("grpo", "model", ROWS, right, run_dir="mine", max_num_steps=3)
     before = {path: path.read_bytes() for path in Path("mine").rglob("*") if path.is_file()}
     with pytest.raises(ConfigError):
-        megarl.train("grpo", "model", [{"prompt": "other", "answer": "rows"}], right, run_dir="mine", max_num_steps=-1)
+        megarl.train(
+            "grpo", "model", [{"prompt": "other", "answer": "rows"}], right, run_dir="mine", max_num_steps=-1
+        )
     assert {path: path.read_bytes() for path in Path("mine").rglob("*") if path.is_file()} == before
 
 
@@ -201,7 +241,11 @@ def test_a_pool_says_what_it_cannot_make_again() -> None:
 def test_errors_of_the_command_become_errors_of_their_kinds() -> None:
     code, text = run_command(["train", "absent.yaml"], {}, shows=False)
     error = error_of(code, text)
-    assert isinstance(error, ConfigError) and "absent.yaml" in str(error) and not str(error).startswith("megarl:")
+    assert (
+        isinstance(error, ConfigError)
+        and "absent.yaml" in str(error)
+        and not str(error).startswith("megarl:")
+    )
     assert type(error_of(4, "megarl: gone")) is WorkerLostError
     assert type(error_of(1, "")) is MegarlError and "ended with 1" in str(error_of(1, ""))
 
@@ -226,11 +270,17 @@ def test_metrics_are_columns_with_a_value_for_each_step() -> None:
 
 
 def test_directories_of_runs_are_numbered() -> None:
-    assert [new_directory("grpo-model") for _ in range(2)] == [Path("runs/grpo-model-1"), Path("runs/grpo-model-2")]
+    assert [new_directory("grpo-model") for _ in range(2)] == [
+        Path("runs/grpo-model-1"),
+        Path("runs/grpo-model-2"),
+    ]
 
 
 def test_importing_the_package_stays_light_and_has_the_library() -> None:
-    program = "import sys, megarl; assert not {'torch', 'ray', 'yaml'} & set(sys.modules); print(megarl.eval, megarl.convert, megarl.Run)"
+    program = (
+        "import sys, megarl; assert not {'torch', 'ray', 'yaml'} & set(sys.modules); "
+        "print(megarl.eval, megarl.convert, megarl.Run)"
+    )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.count("megarl") >= 1 and "evaluate" in said
     assert {"train", "eval", "convert", "Run"} <= set(dir(megarl))
@@ -246,4 +296,7 @@ def test_the_readme_trains_on_rows_of_ones_own_in_six_lines(called: Call) -> Non
     space: dict[str, Any] = {"called": called}
     # as printed, but for the model, which is on the hub, and for what only a run that has trained can do
     exec(f"{rows}found = called{rest.splitlines()[0]}".replace("Qwen/Qwen2.5-0.5B-Instruct", "model"), space)
-    assert space["found"]["env"] == {"reward": "given:reward"} and len(space["found"]["rows"].splitlines()) == 10_000
+    assert (
+        space["found"]["env"] == {"reward": "given:reward"}
+        and len(space["found"]["rows"].splitlines()) == 10_000
+    )

@@ -33,7 +33,9 @@ class Parts:
         (self.on_device.add if place == "device" else self.on_device.remove)(part)
 
 
-@pytest.mark.parametrize("path", list(itertools.product(OffloadState, repeat=3)), ids=lambda path: "-".join(s.name for s in path))
+@pytest.mark.parametrize(
+    "path", list(itertools.product(OffloadState, repeat=3)), ids=lambda path: "-".join(s.name for s in path)
+)
 def test_every_path_moves_exactly_what_has_to_move(path: tuple[OffloadState, ...]) -> None:
     parts = Parts()
     offload_states = OffloadStates(parts.move, has_optimizer=True)
@@ -45,7 +47,9 @@ def test_every_path_moves_exactly_what_has_to_move(path: tuple[OffloadState, ...
             if part in ON_DEVICE[state]:
                 offload_states.require(part, "method", "remedy")
             else:
-                with pytest.raises(StateError, match=rf"method\(\) needs {part}.*{state.name}.*call remedy\(\) first"):
+                with pytest.raises(
+                    StateError, match=rf"method\(\) needs {part}.*{state.name}.*call remedy\(\) first"
+                ):
                     offload_states.require(part, "method", "remedy")
 
 
@@ -100,7 +104,8 @@ def host_copies() -> HostCopies:
 
 
 def test_host_copies_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd sizes, scalars, empty tensors, several types and several blocks; what is copied is the same to the bit, without overlap."""
+    """Odd sizes, scalars, empty tensors, several types and several blocks; what is copied is the same to the
+    bit, without overlap."""
     monkeypatch.setattr(offload_state, "_BLOCK", 2048)
     seed = random.randrange(2**32)
     print("seed", seed)
@@ -109,8 +114,15 @@ def test_host_copies_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(draw.randrange(40), draw.randrange(1, 30)) for _ in range(30)] + [(), (0,), (1,), (5000,)]
     tensors = [torch.randint(0, 200, shape).to(draw.choice(types)) for shape in shapes]
     first = copies.fill(tensors)
-    assert all(torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(first, tensors, strict=True))
-    assert all(copy.data_ptr() != tensor.data_ptr() for copy, tensor in zip(first, tensors, strict=True) if tensor.numel())
+    assert all(
+        torch.equal(copy, tensor) and copy.dtype == tensor.dtype
+        for copy, tensor in zip(first, tensors, strict=True)
+    )
+    assert all(
+        copy.data_ptr() != tensor.data_ptr()
+        for copy, tensor in zip(first, tensors, strict=True)
+        if tensor.numel()
+    )
     assert copies.copied == sum(tensor.nbytes for tensor in tensors)
     changed = [tensor + 1 for tensor in tensors]
     again = copies.fill(changed)
@@ -126,7 +138,8 @@ def test_host_copies_of_other_tensors_are_new() -> None:
 
 
 def test_what_is_a_copy_already_is_not_copied() -> None:
-    """A second way out without one back, as when an engine wants the device of a policy that is in host memory."""
+    """A second way out without one back, as when an engine wants the device of a policy that is in host
+    memory."""
     copies, held = host_copies(), {"moment": torch.arange(4.0)}
 
     def each(move: object) -> None:
@@ -135,4 +148,6 @@ def test_what_is_a_copy_already_is_not_copied() -> None:
     copies.take(each)
     place = held["moment"].data_ptr()
     copies.take(each)
-    assert held["moment"].data_ptr() == place and copies.copied == 16 and held["moment"].tolist() == [0, 1, 2, 3]
+    assert (
+        held["moment"].data_ptr() == place and copies.copied == 16 and held["moment"].tolist() == [0, 1, 2, 3]
+    )

@@ -35,10 +35,14 @@ def test_all_shipped_files_are_listed_with_whole_sentences(capsys: pytest.Captur
         assert row["summary"].endswith("."), row
         assert Path(row["path"]) == directory() / f"{row['name']}.yaml"
         assert f"{row['name']}\n    {row['summary']}\n" in text
-        comment = " ".join(line.lstrip("# ") for line in Path(row["path"]).read_text().splitlines() if line.startswith("#"))
+        comment = " ".join(
+            line.lstrip("# ") for line in Path(row["path"]).read_text().splitlines() if line.startswith("#")
+        )
         assert comment.startswith(row["summary"])
     by_name = {row["name"]: row["summary"] for row in rows}
-    assert by_name["distillation-qwen2.5-1.5b-from-7b-8gpu-megatron"].endswith("its teacher tensor parallel 2 and data parallel 4.")
+    assert by_name["distillation-qwen2.5-1.5b-from-7b-8gpu-megatron"].endswith(
+        "its teacher tensor parallel 2 and data parallel 4."
+    )
     assert by_name["base/vllm"].endswith("by its defaults or by --with.")
 
 
@@ -48,16 +52,23 @@ def test_a_part_of_a_recipe_is_found_by_half_its_name(capsys: pytest.CaptureFixt
 
 
 def test_keys_without_a_word_are_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [line.partition(":")[0] for line in listed(capsys, "keys").splitlines() if not line.startswith(" ")]
+    names = [
+        line.partition(":")[0] for line in listed(capsys, "keys").splitlines() if not line.startswith(" ")
+    ]
     assert names == list(dict.fromkeys(names)) and set(names) == set(known_paths(run_type(None)))
 
 
 def test_keys_are_searched_by_name_and_by_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     text = listed(capsys, "keys", "SAVE_PERIOD")
-    assert "checkpointing.save_period: whole number; at least 1, default 10\n    steps between checkpoints.\n" in text
+    assert (
+        "checkpointing.save_period: whole number; at least 1, default 10\n    steps between checkpoints.\n"
+        in text
+    )
     by_meaning = listed(capsys, "keys", "learning rate", "warm-up")
     assert "policy.megatron_cfg.scheduler.lr_warmup_init" in by_meaning and "save_period" not in by_meaning
-    assert "num_generations of TRL: write grpo.num_generations_per_prompt=VALUE" in listed(capsys, "keys", "num_generations")
+    assert "num_generations of TRL: write grpo.num_generations_per_prompt=VALUE" in listed(
+        capsys, "keys", "num_generations"
+    )
 
 
 def test_no_such_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +101,11 @@ PIPED = {
 def test_a_reader_that_is_gone_ends_a_command_quietly(name: str, run_dir: Path) -> None:
     words = [str(run_dir) if word == "RUN" else word for word in PIPED[name]]
     program = subprocess.Popen(
-        [sys.executable, "-m", "megarl", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "megarl", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert program.stdout is not None and program.stderr is not None
     # before it writes: what it has to say may be less than a pipe holds

@@ -1,4 +1,5 @@
-"""The Triton kernels of the log-probabilities: interpreted, against float64; what they read and write; compiled for three devices."""
+"""The Triton kernels of the log-probabilities: interpreted, against float64; what they read and write;
+compiled for three devices."""
 
 from __future__ import annotations
 
@@ -18,18 +19,28 @@ from tests.unit.logit_passes import BY_KERNELS, VARIANTS
 
 pytestmark = [
     slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here: bash launch/test.sh --part kernels installs it"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None,
+        reason="no Triton here: bash launch/test.sh --part kernels installs it",
+    ),
 ]
 # the tests' own process must not interpret: it compiles
 INTERPRETED = {**env.snapshot(), "TRITON_INTERPRET": "1", "MEGARL_LOGPROB_KERNEL": "1"}
-# half a unit in the last place of a gradient up to 2, which is handed back in the dtype of the logits; Triton's interpreter cuts bfloat16
-# off where a device rounds it
+# half a unit in the last place of a gradient up to 2, which is handed back in the dtype of the logits;
+# Triton's interpreter cuts bfloat16 off where a device rounds it
 SPACING = {"torch.bfloat16": 2**-7, "torch.float16": 2**-11}
 
 
 def interpreted(*module: str) -> str:
     """What a Python module prints where the kernels run in Triton's interpreter."""
-    ran = subprocess.run([sys.executable, "-m", *module], cwd=ROOT, env=INTERPRETED, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", *module],
+        cwd=ROOT,
+        env=INTERPRETED,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -43,7 +54,10 @@ def test_values_and_gradients_equal_float64(figures: Any) -> None:
     wrong = {
         name: found
         for name, found in figures["errors"].items()
-        if not (found["value"] < 1e-5 and found["gradient"] < 1e-5 + SPACING.get(name.removesuffix(", entropies"), 0.0))
+        if not (
+            found["value"] < 1e-5
+            and found["gradient"] < 1e-5 + SPACING.get(name.removesuffix(", entropies"), 0.0)
+        )
     }
     assert not wrong and len(figures["errors"]) > 40
 
@@ -64,7 +78,17 @@ def test_targets_that_are_no_token_give_what_the_pytorch_code_gives(figures: Any
 
 def test_the_tests_of_the_pytorch_code_hold_for_the_kernels() -> None:
     chosen = "not (half_precision and dtype0)"  # whose gradient in bfloat16 the interpreter cuts off
-    interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen, "tests/unit/test_logprobs.py")
+    interpreted(
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        "tests/unit/test_logprobs.py",
+    )
 
 
 def test_layouts_agree_where_the_kernels_compute() -> None:
@@ -83,14 +107,29 @@ def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def compiled(kernel: Any, dtype: str, pointers: dict[str, str], integers: tuple[str, ...], **constants: Any) -> dict[str, Any]:
-        signature = {"logits": f"*{dtype}", **pointers, **dict.fromkeys(integers, "i32"), "temperature": "fp32"}
-        source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
+    def compiled(
+        kernel: Any, dtype: str, pointers: dict[str, str], integers: tuple[str, ...], **constants: Any
+    ) -> dict[str, Any]:
+        signature = {
+            "logits": f"*{dtype}",
+            **pointers,
+            **dict.fromkeys(integers, "i32"),
+            "temperature": "fp32",
+        }
+        source = ASTSource(
+            kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
+        )
         target = GPUTarget("cuda", capability, 32)
         return triton.compile(source, target=target, options={"num_warps": 8}).asm
 
-    for dtype, (is_scaled, is_bounded) in zip(("bf16", "fp16", "fp32"), itertools.product((True, False), repeat=2), strict=False):
-        switches = {"is_scaled": is_scaled, "is_bounded": is_bounded, "with_entropies": is_bounded or not is_scaled}
+    for dtype, (is_scaled, is_bounded) in zip(
+        ("bf16", "fp16", "fp32"), itertools.product((True, False), repeat=2), strict=False
+    ):
+        switches = {
+            "is_scaled": is_scaled,
+            "is_bounded": is_bounded,
+            "with_entropies": is_bounded or not is_scaled,
+        }
         constants = {**switches, "block": kernels.LARGEST_BLOCK}
         sums = dict.fromkeys(("bounds", "maxima", "totals", "target_logits", "moments"), "*fp32")
         pointers = {"targets": "*i64", **sums}

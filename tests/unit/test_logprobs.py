@@ -1,4 +1,5 @@
-"""Vocab-parallel log-probabilities on one rank against float64: values, gradients, chunks, padding columns, extreme logits."""
+"""Vocab-parallel log-probabilities on one rank against float64: values, gradients, chunks, padding columns,
+extreme logits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.kept_tokens import expected_logprobs as expected_among_kept
 
 def expected_logprobs(logits: Tensor, targets: Tensor, size: int, temperature: float) -> Tensor:
     """A plain float64 formula over the true vocabulary."""
-    return (logits[..., :size].double() / temperature).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    return (
+        (logits[..., :size].double() / temperature).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    )
 
 
 def random_logits(*shape: int, seed: int, scale: float = 3.0) -> Tensor:
@@ -40,11 +43,15 @@ def random_targets(*shape: int, size: int, seed: int) -> Tensor:
     temperature=st.floats(0.05, 20.0),
     seed=st.integers(0, 2**31),
 )
-def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: int, temperature: float, seed: int) -> None:
+def test_values_and_gradients_equal_float64(
+    rows: int, columns: int, padding: int, temperature: float, seed: int
+) -> None:
     logits = random_logits(rows, 5, columns + padding, seed=seed).requires_grad_()
     targets = random_targets(rows, 5, size=columns, seed=seed + 1)
     weights = random_logits(rows, 5, seed=seed + 2)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(columns), SamplingSettings(temperature=temperature))
+    measured = vocab_parallel_logprobs(
+        logits, targets, VocabularyShard(columns), SamplingSettings(temperature=temperature)
+    )
     (measured * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected = expected_logprobs(exact, targets, columns, temperature)
@@ -58,7 +65,8 @@ def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: in
 
 @pytest.mark.parametrize("start", [0, 5])
 def test_a_part_of_the_vocabulary_scores_its_own_tokens_alone(start: int) -> None:
-    """What a rank adds to the others': the logit of a target that is its own, else 0, less its own normaliser."""
+    """What a rank adds to the others': the logit of a target that is its own, else 0, less its own
+    normaliser."""
     logits, targets = random_logits(6, 5, seed=41).requires_grad_(), torch.tensor([0, 4, 5, 7, 9, 11])
     exact = logits.detach().double().requires_grad_()
     places = targets - start
@@ -70,7 +78,9 @@ def test_a_part_of_the_vocabulary_scores_its_own_tokens_alone(start: int) -> Non
     torch.testing.assert_close(measured.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
     # a rank that has padding alone: nothing of it is in a maximum or a sum
-    assert logprobs._local_statistics(logits.detach(), targets, VocabularyShard(4, 5), 1.0, None)[:2].unique(dim=1).tolist() == [
+    assert logprobs._local_statistics(logits.detach(), targets, VocabularyShard(4, 5), 1.0, None)[:2].unique(
+        dim=1
+    ).tolist() == [
         [-torch.inf],
         [0],
     ]
@@ -112,7 +122,13 @@ def test_tokens_that_sampling_leaves_out_have_no_part(
     seed=st.integers(0, 2**31),
 )
 def test_entropies_and_their_gradients_equal_float64(
-    columns: int, padding: int, temperature: float, top_k: int | None, top_p: float, dtype: torch.dtype, seed: int
+    columns: int,
+    padding: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
     sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = random_logits(6, columns + padding, seed=seed, scale=2).to(dtype).requires_grad_()
@@ -126,25 +142,36 @@ def test_entropies_and_their_gradients_equal_float64(
     (expected_among_kept(*given) * of_logprobs.double() + expected * of_entropies.double()).sum().backward()
     bound = 1e-12 if dtype == torch.float64 else 3e-5
     assert measured.entropies.dtype == dtype
-    torch.testing.assert_close(measured.entropies.detach().double(), expected.detach(), atol=bound, rtol=bound)
+    torch.testing.assert_close(
+        measured.entropies.detach().double(), expected.detach(), atol=bound, rtol=bound
+    )
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=bound, rtol=bound)
     assert logits.grad[:, columns:].eq(0).all()
 
 
 def test_the_gradient_of_an_entropy_is_minus_p_times_log_p_plus_entropy() -> None:
     logits = random_logits(4, 9, seed=30).double().requires_grad_()
-    found = vocab_parallel_scores(logits, random_targets(4, size=9, seed=31), VocabularyShard(9), with_entropies=True)
+    found = vocab_parallel_scores(
+        logits, random_targets(4, size=9, seed=31), VocabularyShard(9), with_entropies=True
+    )
     found.entropies.sum().backward()
     logarithms = logits.detach().log_softmax(-1)
     entropies = -(logarithms.exp() * logarithms).sum(-1, keepdim=True)
-    torch.testing.assert_close(logits.grad, -logarithms.exp() * (logarithms + entropies), atol=1e-15, rtol=1e-12)
+    torch.testing.assert_close(
+        logits.grad, -logarithms.exp() * (logarithms + entropies), atol=1e-15, rtol=1e-12
+    )
 
 
 def test_log_probabilities_are_the_same_to_the_bit_with_entropies() -> None:
     logits, targets = random_logits(5, 9, seed=32), random_targets(5, size=9, seed=33)
     for sampling in (SamplingSettings(), SamplingSettings(temperature=0.7, top_k=5, top_p=0.8)):
         plain = vocab_parallel_logprobs(logits, targets, VocabularyShard(9), sampling)
-        assert torch.equal(vocab_parallel_scores(logits, targets, VocabularyShard(9), sampling, with_entropies=True).logprobs, plain)
+        assert torch.equal(
+            vocab_parallel_scores(
+                logits, targets, VocabularyShard(9), sampling, with_entropies=True
+            ).logprobs,
+            plain,
+        )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +199,9 @@ def test_what_is_drawn_is_scored_alike() -> None:
     tokens, drawn = choose_tokens(logits, uniforms, sampling)
     scored = vocab_parallel_logprobs(logits, tokens, VocabularyShard(23), sampling)
     torch.testing.assert_close(scored, drawn, atol=2e-6, rtol=0)
-    among_all = vocab_parallel_logprobs(logits, tokens, VocabularyShard(23), SamplingSettings(temperature=0.8))
+    among_all = vocab_parallel_logprobs(
+        logits, tokens, VocabularyShard(23), SamplingSettings(temperature=0.8)
+    )
     assert (drawn - among_all).min() > 0 and (drawn - among_all).mean() > 0.1
 
 
@@ -194,8 +223,12 @@ def test_padding_columns_never_count(rubbish: float) -> None:
 def test_half_precision_logits_lose_nothing_in_the_forward_pass(dtype: torch.dtype) -> None:
     logits = random_logits(17, 101, seed=2, scale=8).to(dtype).requires_grad_()
     targets = random_targets(17, size=101, seed=3)
-    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(101), SamplingSettings(temperature=0.7))
-    torch.testing.assert_close(measured.double(), expected_logprobs(logits.detach(), targets, 101, 0.7), atol=2e-5, rtol=0)
+    measured = vocab_parallel_logprobs(
+        logits, targets, VocabularyShard(101), SamplingSettings(temperature=0.7)
+    )
+    torch.testing.assert_close(
+        measured.double(), expected_logprobs(logits.detach(), targets, 101, 0.7), atol=2e-5, rtol=0
+    )
     measured.sum().backward()
     exact = logits.detach().double().requires_grad_()
     expected_logprobs(exact, targets, 101, 0.7).sum().backward()
@@ -224,7 +257,9 @@ def test_a_token_that_cannot_be_has_minus_infinity_and_others_stay_exact() -> No
     targets = torch.tensor([2, 4, 6])
     measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(7))
     assert measured[0] == -torch.inf
-    torch.testing.assert_close(measured[1:].double(), expected_logprobs(logits, targets, 7, 1.0)[1:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        measured[1:].double(), expected_logprobs(logits, targets, 7, 1.0)[1:], atol=1e-5, rtol=0
+    )
 
 
 def test_a_vocabulary_of_one_token_is_certain() -> None:
@@ -236,7 +271,9 @@ def test_a_vocabulary_of_one_token_is_certain() -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"top_k": 4, "top_p": 0.9}], ids=["all", "some"])
 @pytest.mark.parametrize("rows_a_chunk", [1, 2, 3, 6, 7, 8, 100])
-def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, kept: dict[str, Any]) -> None:
+def test_chunk_size_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, kept: dict[str, Any]
+) -> None:
     def run(with_entropies: bool) -> tuple[Tensor, Tensor]:
         logits = random_logits(7, 13, seed=8).requires_grad_()
         measured = vocab_parallel_scores(
@@ -260,7 +297,9 @@ def test_a_row_larger_than_a_chunk_still_passes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 1)
     logits, targets = random_logits(3, 50, seed=10), random_targets(3, size=50, seed=11)
     measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(50))
-    torch.testing.assert_close(measured.double(), expected_logprobs(logits, targets, 50, 1.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        measured.double(), expected_logprobs(logits, targets, 50, 1.0), atol=1e-5, rtol=0
+    )
 
 
 def test_logits_are_not_written_to() -> None:
@@ -298,7 +337,11 @@ def test_a_gradient_over_the_logits_is_the_same_in_their_memory(kept: dict[str, 
         leaf = random_logits(7, 12 + padding, seed=8).requires_grad_()
         logits = leaf * 1
         measured = vocab_parallel_logprobs(
-            logits, targets, VocabularyShard(12), SamplingSettings(temperature=1.3, **kept), overwrite=overwrite
+            logits,
+            targets,
+            VocabularyShard(12),
+            SamplingSettings(temperature=1.3, **kept),
+            overwrite=overwrite,
         )
         (measured * torch.arange(7)).sum().backward(retain_graph=True)
         assert torch.equal(logits, leaf.grad if overwrite else leaf)
@@ -311,7 +354,9 @@ def test_a_gradient_over_the_logits_is_the_same_in_their_memory(kept: dict[str, 
 def test_a_loss_has_its_gradient_written_over_the_logits() -> None:
     leaf = random_logits(1, 4, 9, seed=22).requires_grad_()
     logits = leaf * 1
-    model_input: Any = SimpleNamespace(targets=random_targets(1, 4, size=9, seed=23), to_rows=lambda values: values)
+    model_input: Any = SimpleNamespace(
+        targets=random_targets(1, 4, size=9, seed=23), to_rows=lambda values: values
+    )
     LogprobHead(VocabularyShard(9)).next_token_logprobs(logits, model_input).sum().backward()
     assert torch.equal(logits, leaf.grad)
 
@@ -334,7 +379,9 @@ def test_gradient_of_a_weighted_sum_is_exact_by_finite_differences() -> None:
     logits = random_logits(2, 6, seed=16, scale=1)
     targets = torch.tensor([1, 4])
     leaf = logits.clone().requires_grad_()
-    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), SamplingSettings(temperature=0.9))[1].backward()
+    vocab_parallel_logprobs(leaf, targets, VocabularyShard(5), SamplingSettings(temperature=0.9))[
+        1
+    ].backward()
     for column in range(6):
         step = torch.zeros_like(logits, dtype=torch.float64)
         step[1, column] = 1e-6

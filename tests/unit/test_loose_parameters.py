@@ -1,4 +1,5 @@
-"""Parameters outside Megatron-Core's buffers leave the device and come back with the hooks that collect their gradients."""
+"""Parameters outside Megatron-Core's buffers leave the device and come back with the hooks that collect their
+gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ def chunk(module: torch.nn.Module, buffered: list[torch.nn.Parameter]) -> Any:
 
 
 def test_memory_goes_and_tensors_stay() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(5, 3), torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    )
     module[2].weight = module[1].weight  # tied: one tensor, which is copied once
     buffered = module[0].bias
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    loose = LooseParameters(cast(Any, [chunk(module, [buffered])]), DeviceRuntime(torch.device("cpu"), "gloo"))
+    loose = LooseParameters(
+        cast(Any, [chunk(module, [buffered])]), DeviceRuntime(torch.device("cpu"), "gloo")
+    )
     collected: list[str] = []
     nodes = []  # torch keeps them weakly, as long as somebody has them
     for name, parameter in module.named_parameters():

@@ -1,4 +1,5 @@
-"""PEFT adapters merged by import and export: against peft itself, against a slow formula bit for bit, and what is refused."""
+"""PEFT adapters merged by import and export: against peft itself, against a slow formula bit for bit, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -38,13 +39,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stabilized": ("mistral", {"target_modules": ".*layers.[02].*(v|o)_proj", "use_rslora": True}),
     "embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "experts": ("qwen3_moe_mixed", {"target_modules": ["gate_proj", "up_proj", "down_proj", "o_proj"]}),
-    "experts called otherwise": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
-    "experts in turns": ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "experts called otherwise": (
+        "mixtral",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True},
+    ),
+    "experts in turns": (
+        "gpt_oss",
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
     "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}),
-    "saved modules": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
+    "saved modules": (
+        "llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]},
+    ),
     "a saved router": ("qwen3_moe", {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}),
-    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [97, 3], "lm_head": [5]}}),
-    "tokens of a tied embedding": ("llama_tied", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]}),
+    "tokens": (
+        "llama",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [97, 3], "lm_head": [5]}},
+    ),
+    "tokens of a tied embedding": (
+        "llama_tied",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
+    ),
 }
 
 
@@ -88,7 +104,11 @@ def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture
     run("export", mcore, one)
     run("import", hf, plain)
     run("export", plain, other, "--lora", directory)
-    base, expected, found = stored_tensors(hf), merged_by_peft(hf, directory, tmp_path / "peft"), stored_tensors(one)
+    base, expected, found = (
+        stored_tensors(hf),
+        merged_by_peft(hf, directory, tmp_path / "peft"),
+        stored_tensors(one),
+    )
     assert set(found) == set(expected) and sum(not torch.equal(found[name], base[name]) for name in base) > 0
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
@@ -116,10 +136,15 @@ def slowly(base: Tensor, factors: dict[str, Tensor], module: str, scaling: float
 
 @sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bit_for_bit_in_a_narrow_dtype(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bit_for_bit_in_a_narrow_dtype(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf, directory = tmp_path / "hf", tmp_path / "adapter"
     save_tiny(hf, "mixtral", dtype)
-    base, modules = stored_tensors(hf), ["model.layers.1.self_attn.o_proj", "model.layers.2.block_sparse_moe.experts.3.w2"]
+    base, modules = (
+        stored_tensors(hf),
+        ["model.layers.1.self_attn.o_proj", "model.layers.2.block_sparse_moe.experts.3.w2"],
+    )
     factors = {}
     for module in modules:  # as saved with transformers 4, where experts are modules
         rows, columns = base[f"{module}.weight"].shape
@@ -149,23 +174,37 @@ def test_bit_for_bit_in_a_narrow_dtype(dtype: torch.dtype, tmp_path: Path, monke
     run("verify", hf, tmp_path / "mcore", "--lora", directory)
     run("export", tmp_path / "wide", tmp_path / "wide-back")
     wide = stored_tensors(tmp_path / "wide-back")[f"{modules[0]}.weight"]
-    assert torch.equal(wide, slowly(base[f"{modules[0]}.weight"].float(), factors, modules[0], 7 / math.sqrt(5)))
+    assert torch.equal(
+        wide, slowly(base[f"{modules[0]}.weight"].float(), factors, modules[0], 7 / math.sqrt(5))
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora = true"),
     "another method": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     "biases": ({"bias": "lora_only"}, "bias = 'lora_only'"),
-    "saved modules that are not there": ({"modules_to_save": ["lm_head"]}, "missing: lm_head.weight, which modules_to_save lists"),
-    "tokens of no kind": ({"trainable_token_indices": {"embed_tokens": ["a"]}}, "a list of token ids is needed"),
+    "saved modules that are not there": (
+        {"modules_to_save": ["lm_head"]},
+        "missing: lm_head.weight, which modules_to_save lists",
+    ),
+    "tokens of no kind": (
+        {"trainable_token_indices": {"embed_tokens": ["a"]}},
+        "a list of token ids is needed",
+    ),
     "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     "replicated layers": ({"layer_replication": [[0, 2]]}, "layer_replication"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
     "an unknown key": ({"a_new_method": {"strength": 2}}, "a_new_method"),
     "no rank": ({"r": 0}, "r = 0: a positive number"),
     "a broken pattern": ({"rank_pattern": {"(": 3}}, "is no regular expression"),
-    "another rank": ({"r": 3}, "shape: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 42], rank 3"),
-    "a module without an adapter": ({"target_modules": ["q_proj", "up_proj"]}, "missing: model.layers.2.mlp.up_proj, which target_modules"),
+    "another rank": (
+        {"r": 3},
+        "shape: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 42], rank 3",
+    ),
+    "a module without an adapter": (
+        {"target_modules": ["q_proj", "up_proj"]},
+        "missing: model.layers.2.mlp.up_proj, which target_modules",
+    ),
 }
 
 
@@ -186,7 +225,12 @@ def refused(root: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureF
     return error
 
 
-def altered(root: Path, tmp_path: Path, config: dict[str, Any], change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None) -> Path:
+def altered(
+    root: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+) -> Path:
     directory = tmp_path / "altered"
     directory.mkdir()
     stored = json.loads((root / "adapter" / "adapter_config.json").read_text())
@@ -198,12 +242,17 @@ def altered(root: Path, tmp_path: Path, config: dict[str, Any], change: Callable
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_a_base_with_a_prediction_layer(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As published: transformers has no such layer, so that an adapter trained with it has no factors for it."""
+def test_a_base_with_a_prediction_layer(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As published: transformers has no such layer, so that an adapter trained with it has no factors for
+    it."""
     hf, mcore, back = tmp_path / "hf", tmp_path / "mcore", tmp_path / "back"
     save_tiny(hf, name)
     targets = ["o_proj", "gate_proj", "up_proj", "down_proj"]
-    directory = adapter(hf, tmp_path / "adapter", target_modules=targets, target_parameters=["mlp.experts.down_proj"])
+    directory = adapter(
+        hf, tmp_path / "adapter", target_modules=targets, target_parameters=["mlp.experts.down_proj"]
+    )
     expected = merged_by_peft(hf, directory, tmp_path / "peft")
     added = add_prediction_layers(hf)
     run("import", hf, mcore, "--lora", directory)
@@ -216,8 +265,14 @@ def test_a_base_with_a_prediction_layer(name: str, tmp_path: Path, capsys: pytes
     # what is missing elsewhere, or of a prediction layer that has some of its factors, is still missed
     tensors = load_file(directory / "adapter_model.safetensors")
     layer = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
-    whole = {**tensors, **{layer.format(3, letter): tensors[layer.format(2, letter)].clone() for letter in "AB"}}
-    for changed, missing in ((without(tensors, layer.format(0, "")[:-8]), "layers.0.self_attn.o_proj"), (whole, "layers.3.mlp")):
+    whole = {
+        **tensors,
+        **{layer.format(3, letter): tensors[layer.format(2, letter)].clone() for letter in "AB"},
+    }
+    for changed, missing in (
+        (without(tensors, layer.format(0, "")[:-8]), "layers.0.self_attn.o_proj"),
+        (whole, "layers.3.mlp"),
+    ):
         save_file(changed, directory / "adapter_model.safetensors")
         capsys.readouterr()
         assert main(["import", str(hf), str(tmp_path / "no"), "--lora", str(directory)]) == 2
@@ -231,16 +286,36 @@ def without(tensors: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("tied", "stored", "config", "said"),
     [
-        (True, {"model.embed_tokens.weight": (101, 42)}, {"modules_to_save": ["embed_tokens"]}, "tie_word_embeddings is true"),
-        (False, {"lm_head.weight": (100, 42)}, {"modules_to_save": ["lm_head"]}, "lm_head.weight is [100, 42], lm_head.weight asks for"),
-        (False, {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)}, {}, "does not say which rows"),
+        (
+            True,
+            {"model.embed_tokens.weight": (101, 42)},
+            {"modules_to_save": ["embed_tokens"]},
+            "tie_word_embeddings is true",
+        ),
+        (
+            False,
+            {"lm_head.weight": (100, 42)},
+            {"modules_to_save": ["lm_head"]},
+            "lm_head.weight is [100, 42], lm_head.weight asks for",
+        ),
+        (
+            False,
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)},
+            {},
+            "does not say which rows",
+        ),
         (
             False,
             {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)},
             {"trainable_token_indices": [3, 101]},
             "101 is the largest, rows 0 to 100 are there",
         ),
-        (False, {"lm_head.weight": (101, 42)}, {}, "base_model.model.lm_head.weight [101, 42]: no factor of a LoRA module"),
+        (
+            False,
+            {"lm_head.weight": (101, 42)},
+            {},
+            "base_model.model.lm_head.weight [101, 42]: no factor of a LoRA module",
+        ),
     ],
 )
 def test_saved_modules_that_do_not_fit(
@@ -261,7 +336,9 @@ def test_saved_modules_that_do_not_fit(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_plain_lora(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_plain_lora(
+    kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, said = REFUSED[kind]
     assert said in refused(trained, altered(trained, tmp_path, config), tmp_path, capsys)
 
@@ -272,30 +349,56 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tensors: tensors.pop(NAME), "layers.1.self_attn.q_proj: has lora_A; lora_A and lora_B are needed"),
-        (lambda tensors: tensors.update({NAME.replace("lora_B", "lora_C"): torch.zeros(2)}), "lora_C.weight [2]: no factor"),
+        (
+            lambda tensors: tensors.pop(NAME),
+            "layers.1.self_attn.q_proj: has lora_A; lora_A and lora_B are needed",
+        ),
+        (
+            lambda tensors: tensors.update({NAME.replace("lora_B", "lora_C"): torch.zeros(2)}),
+            "lora_C.weight [2]: no factor",
+        ),
         (
             lambda tensors: tensors.update({NAME.replace("layers.1", "layers.9"): torch.zeros(2, 4)}),
             "no matrix model.layers.9.self_attn.q_proj",
         ),
-        (lambda tensors: tensors.update({NAME.replace("B.weight", "magnitude_vector"): torch.zeros(2)}), "no factor of a LoRA module"),
-        (lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.lora_B.weight": torch.zeros(2)}), "no factor of a LoRA module"),
-        (lambda tensors: tensors.update({NAME: tensors[NAME].T.contiguous()}), "lora_B.weight is [4, 60], rank 4"),
+        (
+            lambda tensors: tensors.update({NAME.replace("B.weight", "magnitude_vector"): torch.zeros(2)}),
+            "no factor of a LoRA module",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.lora_B.weight": torch.zeros(2)}),
+            "no factor of a LoRA module",
+        ),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME].T.contiguous()}),
+            "lora_B.weight is [4, 60], rank 4",
+        ),
         (lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int32)}), "dtype: "),
         (lambda tensors: tensors.clear(), "it is empty"),
     ],
 )
 def test_tensors_that_do_not_fit(
-    change: Callable[[dict[str, Tensor]], Any], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[dict[str, Tensor]], Any],
+    said: str,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert said in refused(trained, altered(trained, tmp_path, {"target_modules": ".*"}, change), tmp_path, capsys)
+    assert said in refused(
+        trained, altered(trained, tmp_path, {"target_modules": ".*"}, change), tmp_path, capsys
+    )
 
 
-def test_directories_that_are_no_adapters(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directories_that_are_no_adapters(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "is no directory" in refused(trained, tmp_path / "none", tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "adapter_model.bin").touch()
-    assert re.search("has no adapter_model.safetensors, only adapter_model.bin", refused(trained, tmp_path / "empty", tmp_path, capsys))
+    assert re.search(
+        "has no adapter_model.safetensors, only adapter_model.bin",
+        refused(trained, tmp_path / "empty", tmp_path, capsys),
+    )
     directory = altered(trained, tmp_path, {})
     (directory / "adapter_config.json").write_text("[" * 100_000)
     assert "cannot be read as JSON" in refused(trained, directory, tmp_path, capsys)
@@ -307,9 +410,17 @@ def test_an_adapter_is_no_model(trained: Path, tmp_path: Path, capsys: pytest.Ca
     """Nor is a model beside which one lies: transformers would apply it."""
     for command in ("import", "inspect", "verify"):
         capsys.readouterr()
-        assert main([command, str(trained / "adapter"), *([str(tmp_path / "out")] if command == "import" else [])]) == 2
+        assert (
+            main(
+                [command, str(trained / "adapter"), *([str(tmp_path / "out")] if command == "import" else [])]
+            )
+            == 2
+        )
         said = capsys.readouterr().err
-        assert "holds a PEFT adapter (adapter_config.json). Fix: give the directory of the base model, and with --lora" in said
+        assert (
+            "holds a PEFT adapter (adapter_config.json). Fix: give the directory of the base model, and "
+            "with --lora"
+        ) in said
     save_tiny(tmp_path / "both", "qwen2")
     (tmp_path / "both" / "adapter_config.json").write_text("{}")
     assert main(["import", str(tmp_path / "both"), str(tmp_path / "out")]) == 2
@@ -320,11 +431,15 @@ def test_a_tied_embedding_and_another_base(tmp_path: Path, capsys: pytest.Captur
     save_tiny(tmp_path / "hf", "llama")
     directory = adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["embed_tokens"])
     save_tiny(tmp_path / "tied" / "hf", "llama_tied")
-    assert "embedding and output layer would differ" in refused(tmp_path / "tied", directory, tmp_path, capsys)
+    assert "embedding and output layer would differ" in refused(
+        tmp_path / "tied", directory, tmp_path, capsys
+    )
     tensors = stored_tensors(tmp_path / "hf")
     tensors["model.embed_tokens.weight"][100, 3] += 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    assert "model.embed_tokens.weight of this model is not that of the base model" in refused(tmp_path, directory, tmp_path, capsys)
+    assert "model.embed_tokens.weight of this model is not that of the base model" in refused(
+        tmp_path, directory, tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize("action", ["import", "export"])
@@ -341,7 +456,9 @@ def test_plan_says_what_is_written_then(
     run(action, source, tmp_path / "out", *flags, "--json")
     assert planned["direction"] == action and planned["bytes"] == json.loads(capsys.readouterr().out)["bytes"]
     assert {tensor["dtype"] for tensor in planned["tensors"]} == {dtype or "float32"}
-    assert len(planned["files"]) == len(list((tmp_path / "out").glob("__[0-9]*.distcp" if action == "import" else "*.safetensors")))
+    assert len(planned["files"]) == len(
+        list((tmp_path / "out").glob("__[0-9]*.distcp" if action == "import" else "*.safetensors"))
+    )
     refused_adapter = altered(trained, tmp_path, {"use_dora": True})
     assert main(["plan", str(source), "--lora", str(refused_adapter)]) == 2
     assert "use_dora = true" in capsys.readouterr().err
@@ -352,33 +469,58 @@ def test_another_adapter_is_another_plan(trained: Path, tmp_path: Path) -> None:
     from converters.importing import plan_import
 
     source, directory = open_source(trained / "hf"), altered(trained, tmp_path, {})
-    plans = [plan_import(source), plan_import(source, lora=trained / "adapter"), plan_import(source, lora=directory)]
+    plans = [
+        plan_import(source),
+        plan_import(source, lora=trained / "adapter"),
+        plan_import(source, lora=directory),
+    ]
     assert len({str(plan.fingerprint) for plan in plans}) == 3
 
 
 def test_stacks_of_experts_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "hf", "qwen3_moe")
-    adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    adapter(
+        tmp_path / "hf", tmp_path / "adapter", target_modules=[], target_parameters=["mlp.experts.down_proj"]
+    )
     name = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
-    one = altered(tmp_path, tmp_path, {}, lambda tensors: [tensors.pop(name), tensors.pop(name.replace("_A", "_B"))])
-    assert "missing: model.layers.1.mlp.experts.down_proj, which target_parameters lists" in refused(tmp_path, one, tmp_path, capsys)
+    one = altered(
+        tmp_path, tmp_path, {}, lambda tensors: [tensors.pop(name), tensors.pop(name.replace("_A", "_B"))]
+    )
+    assert "missing: model.layers.1.mlp.experts.down_proj, which target_parameters lists" in refused(
+        tmp_path, one, tmp_path, capsys
+    )
     one.rename(tmp_path / "first")
-    one = altered(tmp_path, tmp_path, {}, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
-    assert "model.layers.1.mlp.experts.down_proj for [[28, 22], [42, 28]] would be asked" in refused(tmp_path, one, tmp_path, capsys)
+    one = altered(
+        tmp_path, tmp_path, {}, lambda tensors: tensors.update({name: tensors[name].T.contiguous()})
+    )
+    assert "model.layers.1.mlp.experts.down_proj for [[28, 22], [42, 28]] would be asked" in refused(
+        tmp_path, one, tmp_path, capsys
+    )
     one.rename(tmp_path / "second")
     alone = "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_{}.weight"
     factors = {alone.format("A"): torch.zeros(4, 22), alone.format("B"): torch.zeros(42, 4)}
     one = altered(tmp_path, tmp_path, {}, lambda tensors: tensors.update(factors))
-    assert "model.layers.1.mlp.experts.3.down_proj.weight is changed twice" in refused(tmp_path, one, tmp_path, capsys)
+    assert "model.layers.1.mlp.experts.3.down_proj.weight is changed twice" in refused(
+        tmp_path, one, tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda name: f"module.{name}", "names with module. in them, as DistributedDataParallel"),
-        (lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."), "names with _orig_mod. in them, as torch.compile"),
-        (lambda name: name.replace(".layers.", "._fsdp_wrapped_module.layers."), "names with _fsdp_wrapped_module. in them, as FSDP"),
-        (lambda name: name.replace(".weight", ".default.weight"), "names with default. in them, as PEFT in memory"),
+        (
+            lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+            "names with _orig_mod. in them, as torch.compile",
+        ),
+        (
+            lambda name: name.replace(".layers.", "._fsdp_wrapped_module.layers."),
+            "names with _fsdp_wrapped_module. in them, as FSDP",
+        ),
+        (
+            lambda name: name.replace(".weight", ".default.weight"),
+            "names with default. in them, as PEFT in memory",
+        ),
         (lambda name: name.removeprefix("base_model.model."), "no base_model.model. in front"),
     ],
 )
@@ -397,8 +539,17 @@ def test_names_with_the_marks_of_wrappers(
     "config",
     [
         {"lora_dtype": None, "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06, "modules_to_save": []},
-        {"unsloth_version": "2024.4", "auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}},
-        {"arrow_config": None, "alora_invocation_tokens": None, "corda_config": None, "peft_version": "0.18.0", "qalora_group_size": 16},
+        {
+            "unsloth_version": "2024.4",
+            "auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True},
+        },
+        {
+            "arrow_config": None,
+            "alora_invocation_tokens": None,
+            "corda_config": None,
+            "peft_version": "0.18.0",
+            "qalora_group_size": 16,
+        },
     ],
     ids=["ms-swift", "unsloth", "peft"],
 )

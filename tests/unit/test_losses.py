@@ -45,7 +45,9 @@ def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str
     token_mask[-1] = 0.0
     sample_mask = torch.ones(rows, dtype=torch.float64)
     sample_mask[1] = 0.0
-    entropies = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    entropies = torch.rand(
+        rows, length, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+    )
     return {
         "input_ids": torch.zeros(rows, length, dtype=torch.int64),
         "advantages": normal(),
@@ -64,9 +66,13 @@ def normalizers(data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return data["sample_mask"].sum(), tokens
 
 
-def slow_policy_gradient(data: dict[str, Tensor], config: dict[str, Any], total_rows: float, total_tokens: float) -> dict[str, float]:
+def slow_policy_gradient(
+    data: dict[str, Tensor], config: dict[str, Any], total_rows: float, total_tokens: float
+) -> dict[str, float]:
     """The formulas of the contract, one token at a time."""
-    out = dict.fromkeys(("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error"), 0.0)
+    out = dict.fromkeys(
+        ("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error"), 0.0
+    )
     out |= dict.fromkeys(("sampling_importance_ratio", "approx_entropy"), 0.0)
     low, high, ceiling = 1 - config["ratio_clip_min"], 1 + config["ratio_clip_max"], config["ratio_clip_c"]
     for row in range(data["advantages"].shape[0]):
@@ -76,7 +82,13 @@ def slow_policy_gradient(data: dict[str, Tensor], config: dict[str, Any], total_
                 continue
             advantage, previous, generation, reference, current = (
                 float(data[key][row, place])
-                for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "current")
+                for key in (
+                    "advantages",
+                    "prev_logprobs",
+                    "generation_logprobs",
+                    "reference_policy_logprobs",
+                    "current",
+                )
             )
             ratio = math.exp(current - previous)
             clamped = min(max(ratio, low), high)
@@ -110,7 +122,12 @@ VARIANTS = [
     {"token_level_loss": False},
     {"ratio_clip_c": None},
     {"use_importance_sampling_correction": False, "use_on_policy_kl_approximation": False},
-    {"reference_policy_kl_penalty": 0.0, "use_on_policy_kl_approximation": False, "token_level_loss": False, "ratio_clip_c": None},
+    {
+        "reference_policy_kl_penalty": 0.0,
+        "use_on_policy_kl_approximation": False,
+        "token_level_loss": False,
+        "ratio_clip_c": None,
+    },
     {"disable_ppo_ratio": True, "ratio_clip_c": None},
     {"ratio_clip_min": 0.0, "ratio_clip_max": 0.0},
 ]
@@ -133,7 +150,8 @@ def test_policy_gradient_equals_the_formulas(change: dict[str, Any], seed: int) 
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("distance", [0.1, 0.5, 1.0, 2.0])
 def test_the_exact_kl_gradient_is_that_of_the_divergence(distance: float, off_policy: bool) -> None:
-    """The expectation over all twenty actions of one position, against autograd through the divergence itself."""
+    """The expectation over all twenty actions of one position, against autograd through the divergence
+    itself."""
     generator = torch.Generator().manual_seed(20)
     normal = lambda: torch.randn(20, generator=generator, dtype=torch.float64)  # noqa: E731
     logits = normal().requires_grad_()
@@ -147,9 +165,18 @@ def test_the_exact_kl_gradient_is_that_of_the_divergence(distance: float, off_po
         return torch.stack((torch.zeros_like(values), values), dim=1)
 
     def expected(form: str) -> Tensor:
-        unclamped = {"kl_input_clamp_value": None, "kl_output_clamp_value": None, "log_ratio_clamp_value": None}
-        config = PG_CONFIG | unclamped | {"use_on_policy_kl_approximation": off_policy, "reference_policy_kl_gradient": form}
-        # the expectation is the sum over actions weighted by how often each is drawn: advantages are 0, so the divergence alone is left
+        unclamped = {
+            "kl_input_clamp_value": None,
+            "kl_output_clamp_value": None,
+            "log_ratio_clamp_value": None,
+        }
+        config = (
+            PG_CONFIG
+            | unclamped
+            | {"use_on_policy_kl_approximation": off_policy, "reference_policy_kl_gradient": form}
+        )
+        # the expectation is the sum over actions weighted by how often each is drawn: advantages are 0, so
+        # the divergence alone is left
         data = {
             "advantages": torch.zeros(20, 2, dtype=torch.float64),
             "prev_logprobs": column(drawn_from),
@@ -175,7 +202,8 @@ CLAMPS = {"log_ratio_clamp_value": 2.0, "kl_input_clamp_value": 2.0, "kl_output_
 @pytest.mark.parametrize("form", ["exact", "pathwise"])
 @pytest.mark.parametrize("reference", [-0.5, -1.9, -2.1, -4.0, -50.0, -2000.0, 0.5, 1.4, 1.6, 50.0, 2000.0])
 def test_clamped_divergence(reference: float, form: str, off_policy: bool) -> None:
-    """Values are clamped; the gradient is that of the clamped difference, and of the own one of k3 as far as k3 itself is bounded."""
+    """Values are clamped; the gradient is that of the clamped difference, and of the own one of k3 as far as
+    k3 itself is bounded."""
     current = torch.tensor([[-0.7]], dtype=torch.float64, requires_grad=True)
     data = {
         "advantages": torch.zeros(1, 2, dtype=torch.float64),
@@ -196,14 +224,19 @@ def test_clamped_divergence(reference: float, form: str, off_policy: bool) -> No
     assert float(loss.detach()) == pytest.approx(weight * estimate)
     slope = -difference if form == "exact" else max(1 - math.exp(difference), -(1.5 + max(difference, 0.0)))
     assert float(gradient) == pytest.approx(weight * slope)
-    assert float(metrics["kl_clamped_share"]) == pytest.approx(float(reference != difference or estimate == 1.5))
+    assert float(metrics["kl_clamped_share"]) == pytest.approx(
+        float(reference != difference or estimate == 1.5)
+    )
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-200.0, -21.0, -19.0, -0.1, 0.1, 19.0, 21.0, 89.0, 200.0])
 @pytest.mark.parametrize("ceiling", [None, 3.0])
-def test_a_far_log_ratio_leaves_no_infinity_in_a_gradient(log_ratio: float, advantage: float, ceiling: float | None) -> None:
-    """The branch that clipping discards must not turn 0 times infinity into NaN; float32, where exp(89) overflows."""
+def test_a_far_log_ratio_leaves_no_infinity_in_a_gradient(
+    log_ratio: float, advantage: float, ceiling: float | None
+) -> None:
+    """The branch that clipping discards must not turn 0 times infinity into NaN; float32, where exp(89)
+    overflows."""
     current = torch.tensor([[-300.0]], requires_grad=True)
     data = {
         "advantages": torch.full((1, 2), advantage),
@@ -218,14 +251,24 @@ def test_a_far_log_ratio_leaves_no_infinity_in_a_gradient(log_ratio: float, adva
     (gradient,) = torch.autograd.grad(loss, current)
     ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
     clipped = min(max(ratio, 0.8), 1.28)
-    kept = -advantage * ratio >= -advantage * clipped and not (ceiling and advantage < 0 and -advantage * ratio > -advantage * ceiling)
-    assert float(loss.detach()) == pytest.approx(
-        min(max(-advantage * ratio, -advantage * clipped), -advantage * ceiling if ceiling and advantage < 0 else math.inf), rel=1e-5
+    kept = -advantage * ratio >= -advantage * clipped and not (
+        ceiling and advantage < 0 and -advantage * ratio > -advantage * ceiling
     )
-    assert float(gradient) == pytest.approx(-advantage * ratio if kept and abs(log_ratio) < 20 else 0.0, rel=1e-4)
+    assert float(loss.detach()) == pytest.approx(
+        min(
+            max(-advantage * ratio, -advantage * clipped),
+            -advantage * ceiling if ceiling and advantage < 0 else math.inf,
+        ),
+        rel=1e-5,
+    )
+    assert float(gradient) == pytest.approx(
+        -advantage * ratio if kept and abs(log_ratio) < 20 else 0.0, rel=1e-4
+    )
     penalised = PG_CONFIG | {"reference_policy_kl_penalty": 0.5}
     loss, _ = ClippedPGLossFn(penalised)(data, torch.ones(()), torch.ones(()), next_token_logprobs=current)
-    assert bool(torch.isfinite(torch.autograd.grad(loss, current)[0]).all()) and math.isfinite(float(loss.detach()))
+    assert bool(torch.isfinite(torch.autograd.grad(loss, current)[0]).all()) and math.isfinite(
+        float(loss.detach())
+    )
 
 
 def all_losses() -> list[LossFunction]:
@@ -277,7 +320,9 @@ def test_nothing_valid_gives_zero_loss_and_zero_gradient(which: int, empty: str)
     loss, metrics = loss_fn(data, rows, tokens, next_token_logprobs=current)
     loss.backward()
     if isinstance(loss_fn, DPOLossFn) and empty == "token_mask":
-        assert float(loss) == pytest.approx(0.9 * math.log(2) * 2 / 5 * 2)  # two whole pairs with rewards of 0 of 5 valid rows
+        assert float(loss) == pytest.approx(
+            0.9 * math.log(2) * 2 / 5 * 2
+        )  # two whole pairs with rewards of 0 of 5 valid rows
     else:
         assert float(loss) == 0.0
     assert torch.equal(current.grad, torch.zeros_like(current))
@@ -300,7 +345,9 @@ def test_masked_positions_never_matter(which: int, garbage: float) -> None:
     for key in ("advantages", "prev_logprobs", "generation_logprobs"):
         dirty_data[key] = torch.where(hidden, garbage, data[key])
     if not isinstance(loss_fn, DPOLossFn):
-        dirty_data["reference_policy_logprobs"] = torch.where(hidden, garbage, data["reference_policy_logprobs"])
+        dirty_data["reference_policy_logprobs"] = torch.where(
+            hidden, garbage, data["reference_policy_logprobs"]
+        )
     dirty = torch.where(hidden[:, 1:], garbage, data["current"][:, 1:]).requires_grad_()
     loss, _ = loss_fn(dirty_data, rows, tokens, next_token_logprobs=dirty)
     loss.backward()
@@ -323,21 +370,27 @@ def test_importance_weights_that_overflow_count_as_zero_and_are_counted(generati
     other = data["current"][:, 1:].clone().requires_grad_()
     expected, _ = ClippedPGLossFn(config)(without, *normalizers(data), next_token_logprobs=other)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(loss, current)[0], torch.autograd.grad(expected, other)[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, current)[0], torch.autograd.grad(expected, other)[0], rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_sequences"), [("tis", False), ("tis", True), ("icepop", False), ("icepop", True), ("seq-mask-tis", False)]
+    ("kind", "of_sequences"),
+    [("tis", False), ("tis", True), ("icepop", False), ("icepop", True), ("seq-mask-tis", False)],
 )
 @pytest.mark.parametrize("log_weight", [0.5, 5.0, 88.0, 89.0, 500.0, math.inf, math.nan])
 def test_bounded_weights_of_any_size(log_weight: float, of_sequences: bool, kind: str) -> None:
-    """One token of float32, where exp(89) is infinite: ``tis`` has the bound there, others 0. A NaN has the weight 0."""
+    """One token of float32, where exp(89) is infinite: ``tis`` has the bound there, others 0. A NaN has the
+    weight 0."""
     data = single_token(previous=-1.0, generation=-1.0 - log_weight)
     settings = {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 2.0}
     settings |= {"sequence_level_importance_ratios": of_sequences, "token_level_loss": not of_sequences}
     current = torch.tensor([[-1.0]], requires_grad=True)
     one = torch.ones(())
-    loss, metrics = ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE | settings)(data, one, one, next_token_logprobs=current)
+    loss, metrics = ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE | settings)(
+        data, one, one, next_token_logprobs=current
+    )
     (gradient,) = torch.autograd.grad(loss, current)
     beyond = 2.0 if kind == "tis" else 0.0
     weight = math.exp(0.5) if log_weight == 0.5 else 0.0 if math.isnan(log_weight) else beyond
@@ -345,9 +398,16 @@ def test_bounded_weights_of_any_size(log_weight: float, of_sequences: bool, kind
     assert float(metrics["nonfinite_importance_weights"]) == (not log_weight <= 88)
 
 
-def single_token(*, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0) -> dict[str, Tensor]:
+def single_token(
+    *, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0
+) -> dict[str, Tensor]:
     """One row with one token, float32."""
-    values = {"advantages": advantage, "prev_logprobs": previous, "generation_logprobs": generation, "reference_policy_logprobs": reference}
+    values = {
+        "advantages": advantage,
+        "prev_logprobs": previous,
+        "generation_logprobs": generation,
+        "reference_policy_logprobs": reference,
+    }
     return {
         "token_mask": torch.ones(1, 2),
         "sample_mask": torch.ones(1),
@@ -361,12 +421,24 @@ UNCLAMPED = {"log_ratio_clamp_value": None, "kl_input_clamp_value": None, "kl_ou
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("distance", [-math.inf, -1000.0, -89.0, -1.0, 1.0, 88.0, 89.0, 1000.0, math.inf])
 @pytest.mark.parametrize("kept", [*UNCLAMPED, None])
-@pytest.mark.parametrize("settings", [{}, {"use_cispo": True, "ratio_clip_c": None}, {"reference_policy_kl_gradient": "pathwise"}], ids=str)
-def test_a_finite_loss_has_a_finite_gradient_without_clamps(settings: Any, kept: str | None, distance: float, advantage: float) -> None:
-    """Both clamps of the divergence or that of the ratio are null, or all; previous and reference are as far above the current one."""
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_cispo": True, "ratio_clip_c": None}, {"reference_policy_kl_gradient": "pathwise"}],
+    ids=str,
+)
+def test_a_finite_loss_has_a_finite_gradient_without_clamps(
+    settings: Any, kept: str | None, distance: float, advantage: float
+) -> None:
+    """Both clamps of the divergence or that of the ratio are null, or all; previous and reference are as far
+    above the current one."""
     clamps = {name: None for name in UNCLAMPED if name != kept}
     for kind in ("k1", "k2", "k3"):
-        config = PG_CONFIG | settings | clamps | {"reference_policy_kl_type": kind, "use_on_policy_kl_approximation": False}
+        config = (
+            PG_CONFIG
+            | settings
+            | clamps
+            | {"reference_policy_kl_type": kind, "use_on_policy_kl_approximation": False}
+        )
         if kind != "k3" and "reference_policy_kl_gradient" in settings:
             continue
         for side in ("previous", "reference"):
@@ -396,12 +468,17 @@ def test_ratio_extremes() -> None:
     ratios = torch.exp(data["current"] - data["prev_logprobs"])[:, 1:][mask]
     assert float(metrics["probs_ratio_min"]) == pytest.approx(float(ratios.min()))
     assert float(metrics["probs_ratio_max"]) == pytest.approx(float(ratios.max()))
-    assert 0.8 <= float(metrics["probs_ratio_clamped_min"]) <= float(metrics["probs_ratio_clamped_max"]) <= 1.28
+    assert (
+        0.8 <= float(metrics["probs_ratio_clamped_min"]) <= float(metrics["probs_ratio_clamped_max"]) <= 1.28
+    )
 
 
-@pytest.mark.parametrize("change", [change for change in VARIANTS if "disable_ppo_ratio" not in change], ids=str)
+@pytest.mark.parametrize(
+    "change", [change for change in VARIANTS if "disable_ppo_ratio" not in change], ids=str
+)
 def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: dict[str, Any]) -> None:
-    """Loss, gradient and metrics are those of a batch whose previous log-probabilities are the present ones."""
+    """Loss, gradient and metrics are those of a batch whose previous log-probabilities are the present
+    ones."""
     config = PG_CONFIG | change | {"ratio_clip_c": None}
     data = policy_gradient_batch(15)
     rows, tokens = normalizers(data)
@@ -411,7 +488,9 @@ def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: 
         batch = {**data, "prev_logprobs": data["current"]}
         if forced:
             del batch["prev_logprobs"]
-        loss, metrics = ClippedPGLossFn(config | {"force_on_policy_ratio": forced})(batch, rows, tokens, next_token_logprobs=current)
+        loss, metrics = ClippedPGLossFn(config | {"force_on_policy_ratio": forced})(
+            batch, rows, tokens, next_token_logprobs=current
+        )
         loss.backward()
         found.append((loss.detach(), current.grad, metrics))
     (loss, gradient, metrics), (forced_loss, forced_gradient, forced_metrics) = found
@@ -435,7 +514,9 @@ def test_a_mismatch_that_is_not_a_number_is_infinite() -> None:
     assert 0 < float(metrics["mismatch_share_above_0.05"]) <= 1
     data["generation_logprobs"] = data["current"] + 0.25
     _, metrics = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
-    assert float(metrics["mismatch_max"]) == pytest.approx(0.25) and (data["token_mask"] == 0).any(), "what is masked does not count"
+    assert float(metrics["mismatch_max"]) == pytest.approx(0.25) and (data["token_mask"] == 0).any(), (
+        "what is masked does not count"
+    )
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5, math.nan])
@@ -449,12 +530,16 @@ def test_the_reference_is_needed_only_with_a_penalty() -> None:
     data = policy_gradient_batch(12)
     del data["reference_policy_logprobs"]
     rows, tokens = normalizers(data)
-    ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE)(
+        data, rows, tokens, next_token_logprobs=data["current"][:, 1:]
+    )
     with pytest.raises(BatchError, match="reference_policy_logprobs"):
         ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
 
 
-@pytest.mark.parametrize("key", ["advantages", "prev_logprobs", "generation_logprobs", "token_mask", "sample_mask"])
+@pytest.mark.parametrize(
+    "key", ["advantages", "prev_logprobs", "generation_logprobs", "token_mask", "sample_mask"]
+)
 def test_missing_and_misshapen_keys_are_named(key: str) -> None:
     data = policy_gradient_batch(13)
     rows, tokens = normalizers(data)
@@ -473,7 +558,9 @@ def test_nll_equals_the_formula_and_its_rows() -> None:
     current = data["current"][:, 1:]
     expected_rows = []
     for row in range(6):
-        places = [place for place in range(1, 7) if data["token_mask"][row, place] and data["sample_mask"][row]]
+        places = [
+            place for place in range(1, 7) if data["token_mask"][row, place] and data["sample_mask"][row]
+        ]
         expected_rows.append((-sum(float(data["current"][row, place]) for place in places), len(places)))
     loss, metrics = NLLLoss()(data, rows, tokens, next_token_logprobs=current)
     assert float(loss) == pytest.approx(sum(value for value, _ in expected_rows) / float(tokens))
@@ -481,7 +568,9 @@ def test_nll_equals_the_formula_and_its_rows() -> None:
     summed, row_metrics = NLLLoss()(data, rows, tokens, next_token_logprobs=current, dpo_loss=True)
     assert summed.tolist() == pytest.approx([value for value, _ in expected_rows])
     assert row_metrics["loss"].shape == (6,)
-    averaged, _ = NLLLoss()(data, rows, tokens, next_token_logprobs=current, dpo_loss=True, dpo_average_log_probs=True)
+    averaged, _ = NLLLoss()(
+        data, rows, tokens, next_token_logprobs=current, dpo_loss=True, dpo_average_log_probs=True
+    )
     assert averaged.tolist() == pytest.approx([value / max(count, 1) for value, count in expected_rows])
 
 
@@ -500,7 +589,10 @@ def test_dpo_equals_the_formula(average_preference: bool, average_sft: bool, sft
     reference = data["reference_policy_logprobs"]
     data["reference_policy_logprobs"] = torch.roll(reference, -1, -1)
     rows, tokens = normalizers(data)
-    expected = dict.fromkeys(("loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
+    expected = dict.fromkeys(
+        ("loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean"),
+        0.0,
+    )
     pairs = float(rows) / 2
     for pair in range(1, 4):
         rewards, likelihoods = [], []
@@ -522,7 +614,9 @@ def test_dpo_equals_the_formula(average_preference: bool, average_sft: bool, sft
         assert float(metrics[name]) == pytest.approx(value, rel=1e-7), name
     assert float(metrics["num_valid_samples"]) == 3
     loss_fn = DPOLossFn(config)
-    assert torch.autograd.gradcheck(lambda logprobs: loss_fn(data, rows, tokens, next_token_logprobs=logprobs)[0], current, eps=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda logprobs: loss_fn(data, rows, tokens, next_token_logprobs=logprobs)[0], current, eps=1e-7
+    )
 
 
 def test_dpo_refuses_half_a_pair() -> None:
@@ -541,12 +635,19 @@ def test_attributes_of_the_contract() -> None:
         LossType.SEQUENCE_LEVEL,
         LossType.TOKEN_LEVEL,
     ]
-    assert LossType("token_level") is LossType.TOKEN_LEVEL and LossType("sequence_level") is LossType.SEQUENCE_LEVEL
-    assert all(loss.input_type is LossInputType.LOGPROB and isinstance(loss, LossFunction) for loss in all_losses())
+    assert (
+        LossType("token_level") is LossType.TOKEN_LEVEL
+        and LossType("sequence_level") is LossType.SEQUENCE_LEVEL
+    )
+    assert all(
+        loss.input_type is LossInputType.LOGPROB and isinstance(loss, LossFunction) for loss in all_losses()
+    )
 
 
 def test_one_token_rows_have_no_targets() -> None:
-    data = {key: value[:, :1] if value.ndim > 1 else value for key, value in policy_gradient_batch(17).items()}
+    data = {
+        key: value[:, :1] if value.ndim > 1 else value for key, value in policy_gradient_batch(17).items()
+    }
     rows, tokens = normalizers(data)
     for loss_fn in all_losses()[:3]:
         loss, _ = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
@@ -565,7 +666,9 @@ def test_masked_mean() -> None:
 
 def test_kl_estimate_is_never_negative_and_unbiased() -> None:
     generator = torch.Generator().manual_seed(18)
-    policy, reference = (torch.log_softmax(torch.randn(11, generator=generator, dtype=torch.float64), 0) for _ in range(2))
+    policy, reference = (
+        torch.log_softmax(torch.randn(11, generator=generator, dtype=torch.float64), 0) for _ in range(2)
+    )
     estimate = calculate_kl_penalty_joschu2020(policy, reference)
     assert bool((estimate >= 0).all())
     expectation = float((policy.exp() * estimate).sum())
@@ -575,9 +678,13 @@ def test_kl_estimate_is_never_negative_and_unbiased() -> None:
 
 def test_a_loss_that_is_written_for_logits_is_refused_by_its_signature() -> None:
     class ForLogits:
-        def __call__(self, next_token_logits: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> Any: ...
+        def __call__(
+            self, next_token_logits: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        ) -> Any: ...
 
-    def with_further(data: Any, seqs: Tensor, toks: Tensor, vocab_parallel_rank: int, *, next_token_logprobs: Tensor) -> Any: ...
+    def with_further(
+        data: Any, seqs: Tensor, toks: Tensor, vocab_parallel_rank: int, *, next_token_logprobs: Tensor
+    ) -> Any: ...
 
     class SaysLogits(NLLLoss):
         input_type = SimpleNamespace(value="logit")  # type: ignore[assignment]
@@ -585,10 +692,15 @@ def test_a_loss_that_is_written_for_logits_is_refused_by_its_signature() -> None
     for refused in (ForLogits(), with_further, SaysLogits(), "no loss"):
         with pytest.raises(ConfigError, match="next_token_logprobs"):
             check_loss(refused)
-    with pytest.raises(ConfigError, match=r"loss_fn = ForLogits\(next_token_logits: .*not logits\. Fix: take next_token_logprobs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"loss_fn = ForLogits\(next_token_logits: .*not logits\. Fix: take next_token_logprobs",
+    ):
         check_loss(ForLogits())
 
-    def with_defaults(data: Any, seqs: Tensor, toks: Tensor, next_token_logprobs: Tensor, scale: float = 1.0) -> Any: ...
+    def with_defaults(
+        data: Any, seqs: Tensor, toks: Tensor, next_token_logprobs: Tensor, scale: float = 1.0
+    ) -> Any: ...
 
     for taken in (NLLLoss(), with_defaults, lambda *arguments, **options: None):
         check_loss(taken)

@@ -1,4 +1,5 @@
-"""TRL's losses of GRPO on a fixed batch, values and gradients, where TRL is installed; and what they were in its version 1.16."""
+"""TRL's losses of GRPO on a fixed batch, values and gradients, where TRL is installed; and what they were in
+its version 1.16."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = T
 
 
 def fixed_batch() -> dict[str, Tensor]:
-    """Float64 [4, 1 + LONGEST], all but the first column answers; no generator draws them, so that any version of torch has the same."""
+    """Float64 [4, 1 + LONGEST], all but the first column answers; no generator draws them, so that any
+    version of torch has the same."""
     places = torch.arange(4 * LONGEST, dtype=torch.float64).view(4, LONGEST)
     lengths = torch.tensor([8, 3, 5, 1])
     columns = {
         "current": -1.2 + torch.sin(1.7 * places),
         "prev_logprobs": -1.2 + torch.sin(1.7 * places) + 0.4 * torch.sin(2.9 * places + 1),
-        "generation_logprobs": -1.2 + torch.sin(1.7 * places) + 0.4 * torch.sin(2.9 * places + 1) + 0.5 * torch.sin(4.3 * places + 2),
+        "generation_logprobs": -1.2
+        + torch.sin(1.7 * places)
+        + 0.4 * torch.sin(2.9 * places + 1)
+        + 0.5 * torch.sin(4.3 * places + 2),
         "reference_policy_logprobs": -1.2 + torch.sin(1.7 * places) + 0.6 * torch.sin(3.1 * places + 3),
         "advantages": torch.tensor([[1.5], [-0.5], [-1.0], [0.75]], dtype=torch.float64).expand(4, LONGEST),
         "token_mask": (torch.arange(LONGEST)[None] < lengths[:, None]).double(),
@@ -71,7 +76,8 @@ def of_trl(settings: dict[str, Any]) -> tuple[float, Tensor]:
 
 
 def loss_of_trl(settings: Mapping[str, Any], data: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
-    """``GRPOTrainer._compute_loss`` on a trainer that has the settings and, in the place of a model, log-probabilities.
+    """``GRPOTrainer._compute_loss`` on a trainer that has the settings and, in the place of a model,
+    log-probabilities.
 
     Args:
         settings: of a case.
@@ -79,19 +85,38 @@ def loss_of_trl(settings: Mapping[str, Any], data: Mapping[str, Tensor], logprob
         logprobs: [B, T].
     """
     trainer = pytest.importorskip("trl").GRPOTrainer
-    ratios = torch.exp(data["prev_logprobs"] - data["generation_logprobs"])[:, 1:] if "mode" in settings else None
+    ratios = (
+        torch.exp(data["prev_logprobs"] - data["generation_logprobs"])[:, 1:] if "mode" in settings else None
+    )
     if ratios is not None:
         # as _generate_and_score_completions makes them
         over = ratios > WEIGHT
-        ratios = ratios.clamp(max=WEIGHT) if settings["mode"] == "token_truncate" else ratios.masked_fill(over, 0.0)
-    has = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": LOW, "epsilon_high": HIGH, "beta": 0.0, **settings}
+        ratios = (
+            ratios.clamp(max=WEIGHT)
+            if settings["mode"] == "token_truncate"
+            else ratios.masked_fill(over, 0.0)
+        )
+    has = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": LOW,
+        "epsilon_high": HIGH,
+        "beta": 0.0,
+        **settings,
+    }
     stand_in = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *given, **options: (logprobs, torch.zeros_like(logprobs), None),
+        _get_per_token_logps_and_entropies=lambda *given, **options: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         args=SimpleNamespace(
-            delta=has.get("delta"), use_bias_correction_kl=has.get("use_bias_correction_kl", False), steps_per_generation=1
+            delta=has.get("delta"),
+            use_bias_correction_kl=has.get("use_bias_correction_kl", False),
+            steps_per_generation=1,
         ),
         use_vllm=ratios is not None,
         vllm_importance_sampling_correction=ratios is not None,
@@ -101,9 +126,15 @@ def loss_of_trl(settings: Mapping[str, Any], data: Mapping[str, Tensor], logprob
         _metrics={"train": defaultdict(list)},
         max_completion_length=LONGEST,
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda values: values, reduce=lambda values, **options: values, sync_gradients=True
+            num_processes=1,
+            gather=lambda values: values,
+            reduce=lambda values, **options: values,
+            sync_gradients=True,
         ),
-        **{name: has[name] for name in ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta")},
+        **{
+            name: has[name]
+            for name in ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta")
+        },
     )
     mask = data["token_mask"][:, 1:]
     ids = torch.zeros(mask.shape, dtype=torch.int64)

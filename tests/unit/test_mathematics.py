@@ -37,15 +37,23 @@ def by_kind(name: str) -> dict[str, list[list[Any]]]:
 
 
 PAIRS = by_kind("mathematics_pairs.jsonl")
-CASES = [pytest.param(*case, id=f"{kind}: {case[0]}") for kind, cases in by_kind("mathematics_references.jsonl").items() for case in cases]
+CASES = [
+    pytest.param(*case, id=f"{kind}: {case[0]}")
+    for kind, cases in by_kind("mathematics_references.jsonl").items()
+    for case in cases
+]
 
 
 @sampled(20)
 @pytest.mark.parametrize(("reference", "parts", "others"), CASES)
-def test_the_whole_reference_is_right_and_no_part_of_it(reference: str, parts: list[str], others: list[str]) -> None:
+def test_the_whole_reference_is_right_and_no_part_of_it(
+    reference: str, parts: list[str], others: list[str]
+) -> None:
     assert fault_of_reference(reference) is None
     for right in (reference, *others):
-        assert math_verify(f"Some thought, $x=99$. So the answer is $\\boxed{{{right}}}$.", reference) == 1.0, right
+        assert (
+            math_verify(f"Some thought, $x=99$. So the answer is $\\boxed{{{right}}}$.", reference) == 1.0
+        ), right
     for wrong in parts:
         assert math_verify(f"So the answer is $\\boxed{{{wrong}}}$.", reference) == 0.0, wrong
 
@@ -97,13 +105,19 @@ def decimal_of(value: Fraction) -> str:
     whole = f"{sign}{abs(value.numerator) // value.denominator}"
     if not digits:
         return whole
-    return f"{whole}.{digits[: seen[rest]]}\\overline{{{digits[seen[rest] :]}}}" if rest else f"{whole}.{digits}"
+    return (
+        f"{whole}.{digits[: seen[rest]]}\\overline{{{digits[seen[rest] :]}}}" if rest else f"{whole}.{digits}"
+    )
 
 
 def mixed_number(value: Fraction) -> str:
     whole, rest = divmod(abs(value.numerator), value.denominator)
     sign = "-" if value < 0 else ""
-    return f"{sign}{whole}\\frac{{{rest}}}{{{value.denominator}}}" if whole and rest else f"{value.numerator}/{value.denominator}"
+    return (
+        f"{sign}{whole}\\frac{{{rest}}}{{{value.denominator}}}"
+        if whole and rest
+        else f"{value.numerator}/{value.denominator}"
+    )
 
 
 SPELLINGS = {
@@ -117,7 +131,9 @@ SPELLINGS = {
     "mixed": mixed_number,
     "decimal": decimal_of,
     "thousands": lambda value: f"{value.numerator:,}/{value.denominator}".replace(",", "\\,"),
-    "full width": lambda value: str(value).translate({ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789/"}),
+    "full width": lambda value: str(value).translate(
+        {ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789/"}
+    ),
 }
 RATIONALS = st.one_of(
     st.fractions(max_denominator=97).filter(lambda value: abs(value) < 10**6),
@@ -128,8 +144,15 @@ LONG_DECIMAL = 10**4
 
 
 @settings(max_examples=150)
-@given(RATIONALS, st.sampled_from((0, 0, 1, -1, 10**-3)), st.sampled_from(sorted(SPELLINGS)), st.sampled_from(sorted(SPELLINGS)))
-def test_exact_rationals_in_several_spellings(reference: Fraction, difference: float, one: str, other: str) -> None:
+@given(
+    RATIONALS,
+    st.sampled_from((0, 0, 1, -1, 10**-3)),
+    st.sampled_from(sorted(SPELLINGS)),
+    st.sampled_from(sorted(SPELLINGS)),
+)
+def test_exact_rationals_in_several_spellings(
+    reference: Fraction, difference: float, one: str, other: str
+) -> None:
     """A difference in the last place of a number of forty digits is one."""
     response = reference + Fraction(difference).limit_denominator(10**9) / max(1, reference.denominator)
     texts = []
@@ -144,10 +167,13 @@ def test_exact_rationals_in_several_spellings(reference: Fraction, difference: f
     st.sampled_from(("5", "1, 2", "[1,2)", r"3 \pmod 7")),
 )
 def test_no_text_is_a_fault(content: str, reference: str) -> None:
-    """Whatever a model writes, it is judged without an exception that ``math_verify`` would catch, and a text equals itself."""
+    """Whatever a model writes, it is judged without an exception that ``math_verify`` would catch, and a text
+    equals itself."""
     assert agree(reference, content) in (True, False) and agree(content, reference) in (True, False)
     boxed = f"\\boxed{{{content}}}"
-    if content.count("{") == content.count("}") == content.count("\\") == content.count("$") == 0 and content.strip(" .,;:~"):
+    if content.count("{") == content.count("}") == content.count("\\") == content.count(
+        "$"
+    ) == 0 and content.strip(" .,;:~"):
         assert math_verify(boxed, content) == 1.0
 
 
@@ -180,7 +206,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_response_is_judged_in_time(kind: str) -> None:
-    for reference in ("5", "x^2+1", "1, 2", "[1,2)", r"3 \pmod 7", r"1,2,\ldots,n", r"12 \text{ cm}", r"\approx 3.1"):
+    for reference in (
+        "5",
+        "x^2+1",
+        "1, 2",
+        "[1,2)",
+        r"3 \pmod 7",
+        r"1,2,\ldots,n",
+        r"12 \text{ cm}",
+        r"\approx 3.1",
+    ):
         assert math_verify(HOSTILE[kind], reference) == 0.0, reference
 
 
@@ -189,7 +224,10 @@ def test_a_huge_power_is_right_where_it_is_the_reference() -> None:
     assert math_verify(r"\boxed{2^{10^9} - 1}", "2^{10^9}-1") == 1.0
 
 
-@pytest.mark.parametrize("reference", [r"The sum is $\frac{3}{4}$.", r"so \boxed{\frac{3}{4}}", r"\(\frac{3}{4}\)", r"\[\frac{3}{4}\]"])
+@pytest.mark.parametrize(
+    "reference",
+    [r"The sum is $\frac{3}{4}$.", r"so \boxed{\frac{3}{4}}", r"\(\frac{3}{4}\)", r"\[\frac{3}{4}\]"],
+)
 def test_a_reference_that_marks_its_mathematics_is_taken_as_it_is(reference: str) -> None:
     assert math_verify(r"\boxed{0.75}", reference) == 1.0
     assert math_verify(r"\boxed{3}", reference) == 0.0
@@ -222,9 +260,14 @@ def test_what_the_library_raises_at_its_own_time_limit_ends_nothing(monkeypatch:
         math_verify(r"\boxed{5}", "5")
 
 
-@pytest.mark.parametrize("name", ["sympy_numeric_eq", "sympy_symbolic_eq", "sympy_deep_compare_set_and_tuple"])
-def test_a_library_that_would_round_again_takes_nothing_for_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the library calls these functions may change: the pool of rewards asks whether 1 is 1 before it starts."""
+@pytest.mark.parametrize(
+    "name", ["sympy_numeric_eq", "sympy_symbolic_eq", "sympy_deep_compare_set_and_tuple"]
+)
+def test_a_library_that_would_round_again_takes_nothing_for_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the library calls these functions may change: the pool of rewards asks whether 1 is 1 before it
+    starts."""
     from math_verify import grader
 
     monkeypatch.delattr(grader, name)
@@ -261,6 +304,10 @@ def test_references_that_were_judged_do_not_stay_in_memory() -> None:
 def test_what_is_kept_of_references_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "_parse", lambda text: [text])
     for number in range(1100):
-        assert mathematics._parsed(f"kept {number}") == mathematics._parsed(f"kept {number}") == (f"\\boxed{{kept {number}}}",)
+        assert (
+            mathematics._parsed(f"kept {number}")
+            == mathematics._parsed(f"kept {number}")
+            == (f"\\boxed{{kept {number}}}",)
+        )
     assert mathematics._parsed_before.cache_info().currsize <= 1024
     mathematics._parsed_before.cache_clear()

@@ -1,4 +1,5 @@
-"""Clipping over all gradients at once, to the bit as Megatron-Core's own loops; reductions in overlap where there are any."""
+"""Clipping over all gradients at once, to the bit as Megatron-Core's own loops; reductions in overlap where
+there are any."""
 
 from __future__ import annotations
 
@@ -36,17 +37,28 @@ def test_norm_and_scale_are_those_of_one_tensor_after_another(dtype: torch.dtype
 
 def test_only_megatron_s_own_loops_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for _, name, _ in optimizer._over_all()} == {"l2_norm_impl", "multi_tensor_scale_impl"}
-    monkeypatch.setattr(optimizer.clip_grads, "l2_norm_impl", lambda *arguments: None)  # as Transformer Engine's
+    monkeypatch.setattr(
+        optimizer.clip_grads, "l2_norm_impl", lambda *arguments: None
+    )  # as Transformer Engine's
     assert {name for _, name, _ in optimizer._over_all()} == {"multi_tensor_scale_impl"}
 
 
 @pytest.mark.parametrize(
     ("said", "gathers", "replicas", "overlaps"),
-    [(None, False, 1, False), (None, False, 2, True), (None, True, 1, True), (False, False, 2, False), (True, False, 1, True)],
+    [
+        (None, False, 1, False),
+        (None, False, 2, True),
+        (None, True, 1, True),
+        (False, False, 2, False),
+        (True, False, 1, True),
+    ],
 )
 def test_gradients_are_reduced_in_overlap_where_several_ranks_have_them(
     said: bool | None, gathers: bool, replicas: int, overlaps: bool
 ) -> None:
     policy = policy_config("model")
-    policy["megatron_cfg"]["distributed_data_parallel_config"] |= {"overlap_grad_reduce": said, "overlap_param_gather": gathers}
+    policy["megatron_cfg"]["distributed_data_parallel_config"] |= {
+        "overlap_grad_reduce": said,
+        "overlap_param_gather": gathers,
+    }
     assert ddp_config(policy, replicas).overlap_grad_reduce is overlaps

@@ -1,4 +1,5 @@
-"""Whether a run fits its devices: what is refused, what is doubted, and that what is proposed fits; the plan of what was measured."""
+"""Whether a run fits its devices: what is refused, what is doubted, and that what is proposed fits; the plan
+of what was measured."""
 
 from __future__ import annotations
 
@@ -63,9 +64,19 @@ def test_what_was_measured_lies_below_its_plan() -> None:
     probe = json.loads((CONFIGS.parent / "benchmarks/results/gpu/h200-probe.json").read_text())
     measured = probe["figures"]["train peak GiB"] * GIB
     packing = {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}
-    changes: dict[str, Any] = {"train_global_batch_size": 64, "max_total_sequence_length": 2048, "sequence_packing": packing}
+    changes: dict[str, Any] = {
+        "train_global_batch_size": 64,
+        "max_total_sequence_length": 2048,
+        "sequence_packing": packing,
+    }
     policy = policy_config(Path("model"), micro_batch=1, precision="bfloat16", **changes)
-    [rank] = estimate(policy, facts_of(KNOWN_MODELS["Qwen/Qwen2.5-1.5B"]), Layout(1, 1, 1, 1, 1), plan_of(8192), reference=True)
+    [rank] = estimate(
+        policy,
+        facts_of(KNOWN_MODELS["Qwen/Qwen2.5-1.5B"]),
+        Layout(1, 1, 1, 1, 1),
+        plan_of(8192),
+        reference=True,
+    )
     assert rank.parameters == probe["figures"]["parameters"]
     assert 1.0 <= rank.peak / measured <= 1.1
     [rank] = memory_of_run(config_of(SMALL))[1]
@@ -84,13 +95,18 @@ def test_state_that_has_no_room_is_refused_with_what_has() -> None:
     # 18 bytes of each of 1,543,714,304 parameters
     assert "weights, gradients and optimizer state of a rank alone take 25.9 GiB" in violation.bound
     in_host_memory = "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0"
-    assert violation.fix.startswith(f"write policy.sequence_packing.train_mb_tokens=4096 and {in_host_memory}")
+    assert violation.fix.startswith(
+        f"write policy.sequence_packing.train_mb_tokens=4096 and {in_host_memory}"
+    )
     written = violation.fix.removeprefix("write ").split(" and ")
     fitting = config_of(SMALL, "cluster.device_memory_gib=24", *written)
     assert doubt_of_memory(fitting) is None and state_bytes(fitting) < 24 * GIB
 
 
-@pytest.mark.parametrize("overrides", [("cluster.device_memory_gib=24", "cluster.memory_check=warn"), ("cluster.device_memory_gib=26",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [("cluster.device_memory_gib=24", "cluster.memory_check=warn"), ("cluster.device_memory_gib=26",)],
+)
 def test_what_is_not_refused_is_doubted(overrides: tuple[str, ...]) -> None:
     config = config_of(SMALL, *overrides)
     text = doubt_of_memory(config)
@@ -106,10 +122,15 @@ def test_without_the_size_of_a_device_nothing_is_refused() -> None:
     config = config_of(recipe, huge)
     assert state_bytes(config) > 80 * GIB
     text = doubt_of_memory(config)
-    assert text is not None and "a device of 80 GiB (assumed: cluster.device_memory_gib says how much it has)" in text
+    assert (
+        text is not None
+        and "a device of 80 GiB (assumed: cluster.device_memory_gib says how much it has)" in text
+    )
     with pytest.raises(ConfigError, match=r"optimizer state of a rank alone take .*Fix: write "):
         config_of(recipe, huge, "cluster.device_memory_gib=80")
-    assert doubt_of_memory(config_of(recipe, huge, "cluster.device_memory_gib=80", "cluster.device=cpu")) is None
+    assert (
+        doubt_of_memory(config_of(recipe, huge, "cluster.device_memory_gib=80", "cluster.device=cpu")) is None
+    )
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
@@ -134,7 +155,9 @@ def test_an_engine_that_no_node_holds_is_divided_over_nodes() -> None:
     engine = memory_of_engine(config, facts)
     assert 39 < engine.weights / GIB < 40 and engine.cached_tokens > 8192
     assert doubt_of_memory(config) is None
-    with pytest.raises(ConfigError, match=r"no room in .* write \S+tensor_parallel_size=32 and \S+expert_parallel_size=32") as caught:
+    with pytest.raises(
+        ConfigError, match=r"no room in .* write \S+tensor_parallel_size=32 and \S+expert_parallel_size=32"
+    ) as caught:
         config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron", *LARGE, "cluster.device_memory_gib=80")
     assert len(caught.value.violations) == 1
 
@@ -146,7 +169,9 @@ def test_the_refit_of_a_mixture_has_the_engine_s_part_of_a_layer_s_experts_twice
     sleeps, refit = ledger(config, facts, ranks)[3:5]
     engine = memory_of_engine(config, facts)
     tensor = config["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"]
-    assert refit.engine - sleeps.engine == engine.weights + 2 * 128 * 3 * 2048 * 768 * 2 // tensor and tensor > 1
+    assert (
+        refit.engine - sleeps.engine == engine.weights + 2 * 128 * 3 * 2048 * 768 * 2 // tensor and tensor > 1
+    )
 
 
 def test_communicators_are_counted_by_hand() -> None:
@@ -154,5 +179,6 @@ def test_communicators_are_counted_by_hand() -> None:
     # world, data, pipeline, pipeline and tensor together, expert
     assert communicators(Layout(2, 8, 1, 1, 8), config["policy"]) == 5
     assert communicators(Layout(1, 1, 1, 1, 1), {"megatron_cfg": {}}) == 0
-    # 24 channels: 4 MiB, LL128's 640 threads x 120 x 8 steps x 8 bytes, LL's 512 threads x 8 lines x 8 steps x 16 bytes
+    # 24 channels: 4 MiB, LL128's 640 threads x 120 x 8 steps x 8 bytes, LL's 512 threads x 8 lines x 8 steps
+    # x 16 bytes
     assert process_rest(2) - CONTEXT_REST == 2 * 24 * (4_194_304 + 4_915_200 + 524_288)

@@ -1,4 +1,5 @@
-"""Files that are not what their names say, names with the marks of wrappers, and shards that nobody reads: said as what they are."""
+"""Files that are not what their names say, names with the marks of wrappers, and shards that nobody reads:
+said as what they are."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 976\n"
 KINDS: dict[str, tuple[bytes, str, str]] = {
     "git-lfs": (LFS, "a pointer of git-lfs", "git lfs pull"),
-    "page": (b"<!DOCTYPE html>\n<html><head><title>Hugging Face</title>", "a page of a web site", "/resolve/main/"),
+    "page": (
+        b"<!DOCTYPE html>\n<html><head><title>Hugging Face</title>",
+        "a page of a web site",
+        "/resolve/main/",
+    ),
     "old page": (b"\n <html>", "a page of a web site", "hf download"),
     "gguf": (b"GGUF\x03\0\0\0" + bytes(60), "a GGUF file", "safetensors model"),
     "pickle": (b"\x80\x02}q\0.", "torch.save", "save_pretrained"),
@@ -51,7 +56,11 @@ def test_weights_that_are_something_else(kind: str, hf: Path, capsys: pytest.Cap
     content, said, fix = KINDS[kind]
     (hf / "model.safetensors").write_bytes(content)
     error = refused(capsys, hf)
-    assert f"model.safetensors is {'' if said.startswith(('a ', 'empty', 'full')) else 'a '}" in error and said in error and fix in error
+    assert (
+        f"model.safetensors is {'' if said.startswith(('a ', 'empty', 'full')) else 'a '}" in error
+        and said in error
+        and fix in error
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -77,7 +86,11 @@ def test_a_file_that_may_not_be_read(hf: Path, capsys: pytest.CaptureFixture[str
 
 def renamed(hf: Path, change: Callable[[str], str]) -> None:
     tensors = load_file(hf / "model.safetensors")
-    save_file({change(name): tensor for name, tensor in tensors.items()}, hf / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {change(name): tensor for name, tensor in tensors.items()},
+        hf / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,17 +99,27 @@ def renamed(hf: Path, change: Callable[[str], str]) -> None:
         (lambda name: f"module.{name}", "names with module. in them, as DistributedDataParallel"),
         (lambda name: f"_orig_mod.{name}", "names with _orig_mod. in them, as torch.compile"),
         (lambda name: f"base_model.model.{name}", "names with base_model.model. in them, as PEFT"),
-        (lambda name: f"model.language_{name}" if name.startswith("model.") else name, "language_model. in them, as a model that sees"),
         (
-            lambda name: name.replace(".mlp.", "._fsdp_wrapped_module.mlp.").replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+            lambda name: f"model.language_{name}" if name.startswith("model.") else name,
+            "language_model. in them, as a model that sees",
+        ),
+        (
+            lambda name: name.replace(".mlp.", "._fsdp_wrapped_module.mlp.").replace(
+                ".self_attn.", "._fsdp_wrapped_module.self_attn."
+            ),
             "FSDP",
         ),
         (lambda name: name.removeprefix("model."), "names with no model. in front, as AutoModel"),
-        (lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight"), "names with base_layer. in them, as PEFT with an adapter"),
+        (
+            lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight"),
+            "names with base_layer. in them, as PEFT with an adapter",
+        ),
         (lambda name: f"policy.actor.{name}", "names with policy.actor. in them, as a wrapper"),
     ],
 )
-def test_names_with_the_marks_of_wrappers(change: Callable[[str], str], said: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_with_the_marks_of_wrappers(
+    change: Callable[[str], str], said: str, hf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     renamed(hf, change)
     assert said in refused(capsys, hf)
 
@@ -128,7 +151,9 @@ def test_shards_of_an_earlier_save(tmp_path: Path, capsys: pytest.CaptureFixture
         ("pytorch_model.bin", "only pytorch_model.bin"),
     ],
 )
-def test_other_files_in_the_place_of_weights(file: str, said: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_in_the_place_of_weights(
+    file: str, said: str, hf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (hf / "model.safetensors").rename(hf / file)
     assert said in refused(capsys, hf)
 
@@ -136,7 +161,10 @@ def test_other_files_in_the_place_of_weights(file: str, said: str, hf: Path, cap
 def test_a_directory_of_links_as_the_hub_cache_has_it(tmp_path: Path) -> None:
     """Files are links to blobs beside the snapshot; a directory may be reached by a link itself."""
     save_tiny(tmp_path / "plain", "qwen3")
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / ("0" * 40),
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, path in enumerate(sorted((tmp_path / "plain").iterdir())):
@@ -150,7 +178,9 @@ def test_a_directory_of_links_as_the_hub_cache_has_it(tmp_path: Path) -> None:
         assert set(stored_tensors(tmp_path / f"{name}-back")) == set(stored_tensors(snapshot))
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json"]
+)
 def test_a_pointer_beside_the_weights(file: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (hf / file).write_bytes(LFS)
     assert f"{file} is a pointer of git-lfs" in refused(capsys, hf)
@@ -158,7 +188,11 @@ def test_a_pointer_beside_the_weights(file: str, hf: Path, capsys: pytest.Captur
 
 def test_files_beside_the_weights_that_may_be_anything(hf: Path) -> None:
     """Pictures that were not fetched, a template that writes a page, a tokenizer without merges."""
-    for name, content in {"figure.png": LFS, "chat_template.jinja": b"<html>{{ x }}</html>", "merges.txt": b""}.items():
+    for name, content in {
+        "figure.png": LFS,
+        "chat_template.jinja": b"<html>{{ x }}</html>",
+        "merges.txt": b"",
+    }.items():
         (hf / name).write_bytes(content)
     assert main(["import", str(hf), str(hf.parent / "out")]) == 0
 
@@ -201,24 +235,37 @@ def beside(hf: Path, name: str) -> Path:
         (lambda hf: moved(hf, f"snapshots/{'0' * 40}"), f"snapshots/{'0' * 40} in it has a model"),
         (lambda hf: moved(hf, "Qwen3-8B"), "hf/Qwen3-8B"),
         (lambda hf: moved(hf, "checkpoint-20"), "hf/checkpoint-20"),
-        (lambda hf: unfinished(hf, ".incomplete"), "only model.safetensors.incomplete, an unfinished download"),
-        (lambda hf: beside(hf, "model.safetensors.aria2"), "an unfinished download (model.safetensors.aria2)"),
+        (
+            lambda hf: unfinished(hf, ".incomplete"),
+            "only model.safetensors.incomplete, an unfinished download",
+        ),
+        (
+            lambda hf: beside(hf, "model.safetensors.aria2"),
+            "an unfinished download (model.safetensors.aria2)",
+        ),
         (lambda hf: trainers(hf, "global_step9/mp_rank_00_model_states.pt"), "zero_to_fp32.py"),
         (lambda hf: trainers(hf, "pytorch_model_fsdp_0/__0_0.distcp"), "accelerate merge-weights"),
         (lambda hf: trainers(hf, "blobs/sha256-0"), "ollama (GGUF)"),
         (lambda hf: dangling(hf), "leads to ../../blobs/0, which is not there"),
         (lambda hf: hf / "model.safetensors", "model.safetensors is a file, not the directory of a model"),
-        (lambda hf: beside(hf, "sha256-0") / "sha256-0", "is a GGUF file of llama.cpp, not the directory of a model"),
+        (
+            lambda hf: beside(hf, "sha256-0") / "sha256-0",
+            "is a GGUF file of llama.cpp, not the directory of a model",
+        ),
     ],
 )
-def test_other_places_than_that_of_a_model(change: Callable[[Path], Path], said: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_places_than_that_of_a_model(
+    change: Callable[[Path], Path], said: str, hf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = change(hf)
     capsys.readouterr()
     assert main(["import", str(given), str(hf.parent / "out")]) == 2
     assert said in capsys.readouterr().err and not (hf.parent / "out").exists()
 
 
-def test_a_directory_of_links_to_another_one(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_links_to_another_one(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a user makes it to change one file; a link to anywhere else is still refused."""
     links = tmp_path / "links"
     links.mkdir()

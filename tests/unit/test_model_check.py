@@ -20,7 +20,13 @@ from tests.unit.config_samples import raw_grpo
 
 MEGATRON = {"megatron_cfg": {"enabled": True}}
 FSDP1: dict[str, Any] = {}
-YARN = {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 9000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.5,
+}
 
 
 def dtensor(tensor: int = 1, sequence_parallel: bool = False) -> dict[str, Any]:
@@ -48,7 +54,12 @@ def granite(directory: Path) -> Path:
     """A family that transformers divides and the converters do not know."""
     from transformers import AutoModelForCausalLM, GraniteConfig
 
-    sizes: dict[str, Any] = {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 1, "num_attention_heads": 6}
+    sizes: dict[str, Any] = {
+        "hidden_size": 36,
+        "intermediate_size": 52,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+    }
     AutoModelForCausalLM.from_config(GraniteConfig(**sizes, vocab_size=VOCABULARY)).save_pretrained(directory)
     return directory
 
@@ -62,8 +73,12 @@ def test_a_whole_model_passes(tmp_path: Path, family: str, backend: dict[str, An
 
 
 @pytest.mark.parametrize("check", [check_model, check_model_on_disk])
-@pytest.mark.parametrize(("backend", "kind"), [(MEGATRON, ConversionError), (FSDP1, ModelError), (dtensor(2), ModelError)], ids=str)
-def test_missing_weights_are_named(tmp_path: Path, backend: dict[str, Any], kind: type[Exception], check: Any) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kind"), [(MEGATRON, ConversionError), (FSDP1, ModelError), (dtensor(2), ModelError)], ids=str
+)
+def test_missing_weights_are_named(
+    tmp_path: Path, backend: dict[str, Any], kind: type[Exception], check: Any
+) -> None:
     model = make_tiny(tmp_path / "model", "qwen2", tied=False)
     without_a_tensor(model)
     with pytest.raises(kind, match=r"missing: model\.norm\.weight"):
@@ -86,7 +101,9 @@ def test_torch_backends_take_families_that_the_converters_do_not_know(tmp_path: 
         check_model(policy(model, dtensor(2, True)))
 
 
-def test_a_directory_without_weights_is_checked_by_its_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_without_weights_is_checked_by_its_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_tiny(tmp_path / "model", "qwen2", tied=False)
     (model / "model.safetensors").unlink()
     with caplog.at_level(logging.WARNING):

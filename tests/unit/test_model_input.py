@@ -1,4 +1,5 @@
-"""Rows in front of the model and back, packed or not: every token keeps its place, its position and its successor."""
+"""Rows in front of the model and back, packed or not: every token keeps its place, its position and its
+successor."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 from megarl.errors import BatchError
 from megarl.models.engine.batching import FixedRows, Planned
 from megarl.models.engine.context import ContextShare
-from megarl.models.engine.microbatches import HOST_LENGTHS, MicroBatch, Shapes, move_to, packed_length, split_rows
+from megarl.models.engine.microbatches import (
+    HOST_LENGTHS,
+    MicroBatch,
+    Shapes,
+    move_to,
+    packed_length,
+    split_rows,
+)
 from megarl.models.engine.model_input import lay_out, lay_out_all
 from megarl.models.engine.step import as_floats
 
@@ -26,11 +34,17 @@ def rows_of(lengths: list[int]) -> dict[str, Any]:
     width = max(lengths)
     ids = torch.arange(len(lengths))[:, None] * 100 + torch.arange(width)[None] + 1
     inside = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    return {"input_ids": ids * inside, "input_lengths": torch.tensor(lengths), "name": [f"row {row}" for row in range(len(lengths))]}
+    return {
+        "input_ids": ids * inside,
+        "input_lengths": torch.tensor(lengths),
+        "name": [f"row {row}" for row in range(len(lengths))],
+    }
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(0, 9))
-def test_a_packed_row_holds_every_sequence_behind_the_other(lengths: list[int], multiple: int, filler: int) -> None:
+def test_a_packed_row_holds_every_sequence_behind_the_other(
+    lengths: list[int], multiple: int, filler: int
+) -> None:
     shapes = Shapes(packed_multiple=multiple)
     padded = [-(-length // multiple) * multiple for length in lengths]
     total = sum(padded) + filler * multiple
@@ -41,7 +55,10 @@ def test_a_packed_row_holds_every_sequence_behind_the_other(lengths: list[int], 
     start = 0
     for row, (length, room) in enumerate(zip(lengths, padded, strict=True)):
         assert packed.tokens[0, start : start + length].tolist() == data["input_ids"][row, :length].tolist()
-        assert packed.targets[0, start : start + length - 1].tolist() == data["input_ids"][row, 1:length].tolist()
+        assert (
+            packed.targets[0, start : start + length - 1].tolist()
+            == data["input_ids"][row, 1:length].tolist()
+        )
         assert packed.positions[0, start : start + room].tolist() == list(range(room))
         start += room
     assert packed.positions[0, start:].tolist() == list(range(filler * multiple))
@@ -93,16 +110,26 @@ def test_all_micro_batches_together_are_laid_out_as_each_alone(size: int) -> Non
         MicroBatch(rows_of([5, 1, 7]), True, 24),
     ]
     for together, micro_batch in zip(lay_out_all(micro_batches, context, shapes), micro_batches, strict=True):
-        known = {**micro_batch.data, HOST_LENGTHS: micro_batch.data["input_lengths"].tolist(), "input_lengths": None}
+        known = {
+            **micro_batch.data,
+            HOST_LENGTHS: micro_batch.data["input_lengths"].tolist(),
+            "input_lengths": None,
+        }
         alone = lay_out(replace(micro_batch, data=known), context, shapes)
-        assert (together.layout, together.longest, together.places is None) == (alone.layout, alone.longest, not micro_batch.packed)
+        assert (together.layout, together.longest, together.places is None) == (
+            alone.layout,
+            alone.longest,
+            not micro_batch.packed,
+        )
         for name in ("tokens", "positions", "targets"):
             assert torch.equal(getattr(together, name), getattr(alone, name)), name
 
 
 def test_the_host_keeps_the_lengths_of_a_batch_that_moves() -> None:
     moved = move_to(rows_of([3, 1, 4]), torch.device("cpu"))
-    (chunk,) = Planned([[[0, 1], [1, 3]]], [[3, 5]], [3], True).chunks({**moved, "input_lengths": torch.full((3,), 99)})
+    (chunk,) = Planned([[[0, 1], [1, 3]]], [[3, 5]], [3], True).chunks(
+        {**moved, "input_lengths": torch.full((3,), 99)}
+    )
     assert [micro_batch.lengths for micro_batch in chunk.micro_batches(Shapes())] == [[3], [1, 4]]
     assert FixedRows(2).chunks(moved)[0].without_ragged_end().data[HOST_LENGTHS] == [3, 1, 4, 4]
 
@@ -119,7 +146,8 @@ def test_a_plan_for_other_rows_is_refused() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_pipeline_stages_get_one_shape(packed: bool) -> None:
-    """Rectangles of different shapes become packed rows of one length; no row is lost, none is longer than the longest."""
+    """Rectangles of different shapes become packed rows of one length; no row is lost, none is longer than
+    the longest."""
     data = rows_of([2, 3, 9, 5, 6])
     plan = Planned([[[0, 2], [2, 3], [3, 5]]], [[3, 9, 6]], [5], packed)
     (chunk,) = plan.chunks(data)
@@ -132,12 +160,20 @@ def test_pipeline_stages_get_one_shape(packed: bool) -> None:
 def test_a_ragged_end_is_filled_with_the_last_row() -> None:
     (chunk,) = FixedRows(3).chunks(rows_of([2, 5, 3, 4]))
     filled = chunk.without_ragged_end().micro_batches(Shapes())
-    assert [micro_batch.data["name"] for micro_batch in filled] == [["row 0", "row 1", "row 2"], ["row 3"] * 3]
+    assert [micro_batch.data["name"] for micro_batch in filled] == [
+        ["row 0", "row 1", "row 2"],
+        ["row 3"] * 3,
+    ]
     assert chunk.rows == 4
 
 
 def test_numbers_and_tensors_become_floats_in_their_order() -> None:
-    tensors = [torch.tensor(0.1), torch.tensor(2**40), torch.tensor([0.1], dtype=torch.float64), torch.tensor(0.1).bfloat16()]
+    tensors = [
+        torch.tensor(0.1),
+        torch.tensor(2**40),
+        torch.tensor([0.1], dtype=torch.float64),
+        torch.tensor(0.1).bfloat16(),
+    ]
     values = [tensors[0], 3, *tensors[1:3], True, tensors[3], math.inf]
     assert as_floats(values) == [float(value) for value in values]
     assert as_floats([torch.tensor(math.nan), torch.tensor(1)])[1] == 1.0
@@ -160,9 +196,14 @@ def test_the_positions_that_are_scored_predict_what_is_wanted(
     found: list[int] = []
     for rank in range(ranks):
         laid_out = lay_out(micro_batch, ContextShare(rank, ranks), shapes)
-        assert laid_out.scored is not None and laid_out.scored.tolist() == sorted(set(laid_out.scored.tolist()))
+        assert laid_out.scored is not None and laid_out.scored.tolist() == sorted(
+            set(laid_out.scored.tolist())
+        )
         found += laid_out.targets.flatten()[laid_out.scored].tolist()
         spread = laid_out.spread(torch.ones(len(laid_out.scored)), laid_out.scored)
-        assert spread.shape == laid_out.targets.shape and spread.flatten().nonzero().flatten().tolist() == laid_out.scored.tolist()
+        assert (
+            spread.shape == laid_out.targets.shape
+            and spread.flatten().nonzero().flatten().tolist() == laid_out.scored.tolist()
+        )
     # ids are all different, and nothing predicts the first of a row
     assert sorted(found) == sorted(data["input_ids"][:, 1:][wanted[:, 1:]].tolist())

@@ -1,4 +1,5 @@
-"""Models beside the policy: sections that take from ``policy`` what they do not say, whose turn it is, what a resume is told."""
+"""Models beside the policy: sections that take from ``policy`` what they do not say, whose turn it is, what a
+resume is told."""
 
 from __future__ import annotations
 
@@ -54,14 +55,18 @@ class Several(Algorithm):
 
 @pytest.fixture
 def raw(tmp_path: Path) -> dict[str, Any]:
-    """A run as a user writes it, with a critic that differs in two keys and two teachers of which one is the policy."""
+    """A run as a user writes it, with a critic that differs in two keys and two teachers of which one is the
+    policy."""
     (tmp_path / "several.py").write_text(ALGORITHM)
     run = raw_grpo()
     for section in ("grpo", "loss_fn", "env"):
         del run[section]
     run |= {"algorithm": f"{tmp_path / 'several.py'}:Several", "several": {"max_num_steps": 3}}
     run["critic"] = {"train_micro_batch_size": 2, "megatron_cfg": {"optimizer": {"lr": 3e-4}}}
-    run["teachers"] = {"same": {}, "large": {"model_name": "owner/larger", "megatron_cfg": {"tensor_model_parallel_size": 6}}}
+    run["teachers"] = {
+        "same": {},
+        "large": {"model_name": "owner/larger", "megatron_cfg": {"tensor_model_parallel_size": 6}},
+    }
     return run
 
 
@@ -70,12 +75,29 @@ def test_absent_keys_are_those_of_the_policy(raw: dict[str, Any]) -> None:
     run = complete_run(raw)
     assert raw == before
     policy, critic, teachers = run["policy"], run["critic"], run["teachers"]
-    assert critic["megatron_cfg"]["optimizer"]["lr"] == 3e-4 and policy["megatron_cfg"]["optimizer"]["lr"] == 1e-4
-    assert critic["logprob_batch_size"] == 2 and policy["logprob_batch_size"] == 5, "what follows from a key follows from the own one"
-    assert critic["megatron_cfg"]["tensor_model_parallel_size"] == 2 and critic["model_name"] == policy["model_name"]
-    assert critic["reward_model_cfg"]["enabled"] is True and policy["reward_model_cfg"] is None and critic["generation"] is None
-    assert teachers["same"] == policy, "a language model's log-probabilities follow from how answers are drawn"
-    assert teachers["large"]["model_name"] == "owner/larger" and teachers["large"]["generation"] == policy["generation"]
+    assert (
+        critic["megatron_cfg"]["optimizer"]["lr"] == 3e-4
+        and policy["megatron_cfg"]["optimizer"]["lr"] == 1e-4
+    )
+    assert critic["logprob_batch_size"] == 2 and policy["logprob_batch_size"] == 5, (
+        "what follows from a key follows from the own one"
+    )
+    assert (
+        critic["megatron_cfg"]["tensor_model_parallel_size"] == 2
+        and critic["model_name"] == policy["model_name"]
+    )
+    assert (
+        critic["reward_model_cfg"]["enabled"] is True
+        and policy["reward_model_cfg"] is None
+        and critic["generation"] is None
+    )
+    assert teachers["same"] == policy, (
+        "a language model's log-probabilities follow from how answers are drawn"
+    )
+    assert (
+        teachers["large"]["model_name"] == "owner/larger"
+        and teachers["large"]["generation"] == policy["generation"]
+    )
     # 6 ranks share a layer, and a sequence is cut for them
     assert teachers["large"]["make_sequence_length_divisible_by"] == 6
     assert "guide" not in run and set(model_sections(run)) == {"critic", "teachers.same", "teachers.large"}
@@ -85,7 +107,10 @@ def test_absent_keys_are_those_of_the_policy(raw: dict[str, Any]) -> None:
 def test_a_section_that_is_not_there_is_the_policy_with_a_score_layer(raw: dict[str, Any]) -> None:
     del raw["critic"]
     run = complete_run(raw)
-    assert {key for key in run["critic"] if run["critic"][key] != run["policy"][key]} == {"generation", "reward_model_cfg"}
+    assert {key for key in run["critic"] if run["critic"][key] != run["policy"][key]} == {
+        "generation",
+        "reward_model_cfg",
+    }
 
 
 def keys(violations: list[Violation]) -> list[str]:
@@ -138,13 +163,21 @@ def test_rules_are_kept_under_the_own_name(raw: dict[str, Any]) -> None:
     }, "teachers have what they took of the policy's optimizer, and no use for it"
     assert "write ${critic.precision}" in found["critic.megatron_cfg.pipeline_dtype"].fix
     assert "tensor 5 = 10" in found["cluster.gpus_per_node"].bound
-    assert not any("policy." in str(violation) for key, violation in found.items() if key.startswith(("critic", "teachers")))
+    assert not any(
+        "policy." in str(violation)
+        for key, violation in found.items()
+        if key.startswith(("critic", "teachers"))
+    )
 
 
 def test_texts_name_the_section() -> None:
-    text = "write policy.a.b, ${policy.c} or policy.scheduler[1]; the policy is as before, and lm_policy.d too. This is a policy. Fix"
+    text = (
+        "write policy.a.b, ${policy.c} or policy.scheduler[1]; the policy is as before, and lm_policy.d "
+        "too. This is a policy. Fix"
+    )
     assert renamed_text(text, "critic") == (
-        "write critic.a.b, ${critic.c} or critic.scheduler[1]; the policy is as before, and lm_policy.d too. This is a policy. Fix"
+        "write critic.a.b, ${critic.c} or critic.scheduler[1]; the policy is as before, and lm_policy.d "
+        "too. This is a policy. Fix"
     )
 
 
@@ -155,7 +188,9 @@ def test_texts_name_the_section() -> None:
         ('MODELS = {"several": ModelSection("a.")}', "its SECTIONS and its MODELS both have several"),
     ],
 )
-def test_sections_of_models_have_names_of_their_own(text: str, said: str, raw: dict[str, Any], tmp_path: Path) -> None:
+def test_sections_of_models_have_names_of_their_own(
+    text: str, said: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
     before, _, after = ALGORITHM.partition("    MODELS = {")
     (tmp_path / "other.py").write_text(f"{before}    {text}\n{after.partition('    }')[2]}")
     raw["algorithm"] = f"{tmp_path / 'other.py'}:Several"
@@ -165,13 +200,19 @@ def test_sections_of_models_have_names_of_their_own(text: str, said: str, raw: d
 
 def test_a_whole_configuration_is_checked_for_all_models(raw: dict[str, Any], tmp_path: Path) -> None:
     assert unusual_values_of(raw) == []
-    changed(raw, {"critic.megatron_cfg.optimizer.lr": 2.0, "teachers.same.megatron_cfg": {"optimizer": {"lr": 3.0}}})
+    changed(
+        raw,
+        {"critic.megatron_cfg.optimizer.lr": 2.0, "teachers.same.megatron_cfg": {"optimizer": {"lr": 3.0}}},
+    )
     assert [text.partition(" ")[0] for text in unusual_values_of(raw)] == ["critic.megatron_cfg.optimizer.lr"]
     raw["critic"]["model_name"] = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"critic\.model_name = .*nowhere.*this directory does not exist"):
         validate_config(raw)
     found = dict(places_of(complete_run(raw)))
-    assert found["critic.model_name"] == str(tmp_path / "nowhere") and found["teachers.large.model_name"] == "owner/larger"
+    assert (
+        found["critic.model_name"] == str(tmp_path / "nowhere")
+        and found["teachers.large.model_name"] == "owner/larger"
+    )
 
 
 def unusual_values_of(raw: dict[str, Any]) -> list[str]:
@@ -191,7 +232,10 @@ def test_what_a_resume_may_change_of_a_model(raw: dict[str, Any]) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         check_changes(before, complete_run(raw), "step_2", accepted=False)
-    assert sorted(keys(list(caught.value.violations))) == ["critic.megatron_cfg.optimizer.lr", "critic.model_name"]
+    assert sorted(keys(list(caught.value.violations))) == [
+        "critic.megatron_cfg.optimizer.lr",
+        "critic.model_name",
+    ]
     raw["critic"] |= {"megatron_cfg": {"enabled": False}, "optimizer": {"name": "torch.optim.AdamW"}}
     with pytest.raises(ConfigError, match="the enabled backend of critic = 'fsdp1'"):
         check_changes(before, complete_run(raw), "step_2", accepted=True)
@@ -199,7 +243,10 @@ def test_what_a_resume_may_change_of_a_model(raw: dict[str, Any]) -> None:
 
 def test_memory_of_models(raw: dict[str, Any], tmp_path: Path) -> None:
     make_model(tmp_path / "model", seed=1)
-    changed(raw, {"policy.model_name": str(tmp_path / "model"), "policy.megatron_cfg.pipeline_model_parallel_size": 1})
+    changed(
+        raw,
+        {"policy.model_name": str(tmp_path / "model"), "policy.megatron_cfg.pipeline_model_parallel_size": 1},
+    )
     found = memory_of_models(complete_run(raw))
     assert found.keys() == {"critic", "teachers.same"}, "the sizes of the others are not known"
     [critic], [teacher] = found["critic"], found["teachers.same"]
@@ -260,7 +307,11 @@ def test_a_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     }
     raw = {"algorithm": "", "policy": policy}
     (tmp_path / "several.py").write_text(ALGORITHM)
-    raw |= {"algorithm": f"{tmp_path / 'several.py'}:Several", "critic": {"model_name": str(tmp_path / "critic")}, "several": {}}
+    raw |= {
+        "algorithm": f"{tmp_path / 'several.py'}:Several",
+        "critic": {"model_name": str(tmp_path / "critic")},
+        "several": {},
+    }
     config, tokenizer = complete_run(raw), get_tokenizer(policy["tokenizer"])
     check_models_beside(config, tokenizer)
     path = tmp_path / "critic" / "tokenizer.json"
@@ -269,5 +320,8 @@ def test_a_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     first, second = list(vocabulary)[5:7]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"critic\.model_name = .*: 2 of the \d+ tokens of the policy's tokenizer have another id"):
+    with pytest.raises(
+        ModelError,
+        match=r"critic\.model_name = .*: 2 of the \d+ tokens of the policy's tokenizer have another id",
+    ):
         check_models_beside(config, tokenizer)

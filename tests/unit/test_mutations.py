@@ -1,4 +1,5 @@
-"""The mutator makes the mutants that it says, each one change, and the tables that plant them fit the code. Few are planted here."""
+"""The mutator makes the mutants that it says, each one change, and the tables that plant them fit the code.
+Few are planted here."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_the_mutants_of_a_line(line: str, expected: list[str]) -> None:
 
 def test_a_refusal_has_no_mutants_and_a_module_has_those_of_its_functions_alone() -> None:
     source = (
-        "A = 1 + 1\nclass C:\n    b = 1 + 1\n    def f(self):\n        if self.b < 1:\n            raise ValueError('é' + str(1 - 1))\n"
+        "A = 1 + 1\nclass C:\n    b = 1 + 1\n    def f(self):\n        if self.b < 1:\n            "
+        "raise ValueError('é' + str(1 - 1))\n"
     )
     assert list(mutants_in(source)) == []
     within = f"{source}        def g(x):\n            é = 'é'; return x - self.b\n        return g\n"
@@ -46,7 +48,9 @@ def test_a_refusal_has_no_mutants_and_a_module_has_those_of_its_functions_alone(
 def test_a_mutant_of_one_of_two_equal_lines_says_which() -> None:
     source = "def f(a):\n    return a + 1\ndef g(a):\n    return a + 1\n"
     texts = [source.replace(*mutant.text) for mutant in mutants_in(source)]
-    assert len(set(texts)) == len(texts) == 6 and all(source.count(mutant.text[0]) == 1 for mutant in mutants_in(source))
+    assert len(set(texts)) == len(texts) == 6 and all(
+        source.count(mutant.text[0]) == 1 for mutant in mutants_in(source)
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -74,7 +78,9 @@ def test_every_excused_mutant_is_one() -> None:
     known = [mutant for module in MODULES for mutant in mutants_of(module)]
     assert EQUIVALENT.keys() <= {mutant.change for mutant in known} and all(EQUIVALENT.values())
     for module, seen in MODULES.items():
-        assert all(any(mutant.place.startswith(begin) for mutant in mutants_of(module)) for begin in seen.without), module
+        assert all(
+            any(mutant.place.startswith(begin) for mutant in mutants_of(module)) for begin in seen.without
+        ), module
 
 
 def test_a_sample_depends_on_its_seed_alone() -> None:
@@ -86,7 +92,8 @@ def test_a_sample_depends_on_its_seed_alone() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_row_fits_its_file_and_names_tests_that_there_are(name: str) -> None:
-    """What it changes stands in its file once; code that was rewritten would otherwise keep a fault that nobody can put in."""
+    """What it changes stands in its file once; code that was rewritten would otherwise keep a fault that
+    nobody can put in."""
     row = TABLE[name]
     assert (ROOT / row.file).read_text().count(row.old) == 1 and row.old != row.new
     assert row.tests or row.cases
@@ -98,11 +105,24 @@ def test_a_row_fits_its_file_and_names_tests_that_there_are(name: str) -> None:
 
 @slow
 def test_the_command_plants_in_memory_and_in_a_copy_and_says_what_saw_it(tmp_path: Path) -> None:
-    names = ["observe: extremes are added", "data: packing spreads over too few bins", "megarl.data.packing.algorithms"]
-    before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [
+        "observe: extremes are added",
+        "data: packing spreads over too few bins",
+        "megarl.data.packing.algorithms",
+    ]
+    before = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     command = [sys.executable, "-m", "tests.mutations", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
-    assert all(any(f"{name}: tests/unit/test_" in line for line in lines) for name in names[:2]), done.stdout + done.stderr
+    assert all(any(f"{name}: tests/unit/test_" in line for line in lines) for name in names[:2]), (
+        done.stdout + done.stderr
+    )
     assert sum("megarl.data.packing.algorithms:" in line for line in lines) >= MUTANTS
-    assert before == subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (
+        before
+        == subprocess.run(
+            ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+    )

@@ -18,7 +18,12 @@ AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parall
 def test_coordinates_and_ranks_are_inverse(sizes: tuple[int, ...], data: st.DataObject) -> None:
     layout = np.array(data.draw(st.permutations(range(int(np.prod(sizes)))))).reshape(sizes)
     grid = NamedSharding(layout, AXES)
-    assert grid.shape == dict(zip(AXES, sizes, strict=True)) and grid.names == AXES and grid.ndim == 4 and grid.size == layout.size
+    assert (
+        grid.shape == dict(zip(AXES, sizes, strict=True))
+        and grid.names == AXES
+        and grid.ndim == 4
+        and grid.size == layout.size
+    )
     for rank in range(grid.size):
         coordinates = grid.get_worker_coords(rank)
         assert layout[tuple(coordinates[axis] for axis in AXES)] == rank
@@ -83,6 +88,8 @@ def test_value_semantics() -> None:
     assert grid.layout[0, 0] == 0 and grid.names == ["a", "b"]
     twin = pickle.loads(pickle.dumps(grid))
     assert twin == grid and hash(twin) == hash(grid)
-    assert grid != NamedSharding(np.arange(6).reshape(2, 3), ["b", "a"]) and grid != NamedSharding(np.arange(6).reshape(3, 2), ["a", "b"])
+    assert grid != NamedSharding(np.arange(6).reshape(2, 3), ["b", "a"]) and grid != NamedSharding(
+        np.arange(6).reshape(3, 2), ["a", "b"]
+    )
     assert grid != "grid"
     assert "a" in repr(grid) and "[[0, 1, 2], [3, 4, 5]]" in repr(grid)

@@ -45,8 +45,13 @@ def guesses(prompt: list[int], seed: int) -> list[int]:
 
 def records(answers: list[int], **fields: Any) -> list[Example]:
     tokenizer = tokenizer_of("qwen2.5")
-    ids = tokenizer("<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
-    return [Example(place, tuple(ids), (), str(answer), fields=dict(fields)) for place, answer in enumerate(answers)]
+    ids = tokenizer("<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
+        "input_ids"
+    ]
+    return [
+        Example(place, tuple(ids), (), str(answer), fields=dict(fields))
+        for place, answer in enumerate(answers)
+    ]
 
 
 def collected(environment: Any, answers: list[int], **limits: Any) -> Rollouts:
@@ -126,8 +131,12 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     Odd.released.set()
 
 
-@pytest.mark.parametrize(("how", "masked", "ended"), [("raises", False, "turns"), ("lost", True, "lost"), ("server", True, "lost")])
-def test_what_fails_on_one_conversation_harms_no_other(how: str, masked: bool, ended: str, odd: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "masked", "ended"), [("raises", False, "turns"), ("lost", True, "lost"), ("server", True, "lost")]
+)
+def test_what_fails_on_one_conversation_harms_no_other(
+    how: str, masked: bool, ended: str, odd: pytest.MonkeyPatch
+) -> None:
     odd.setattr(Odd, "how", how)
     samples = collected(NemoRLEnvironment(Odd, section_of()), [4, 7, 9, 0], turns=4).samples
     assert samples["ended"] == ["done", ended, "done", "done"]
@@ -140,17 +149,33 @@ def test_what_fails_on_one_conversation_harms_no_other(how: str, masked: bool, e
 def test_a_failure_may_end_a_conversation_with_0(odd: pytest.MonkeyPatch) -> None:
     odd.setattr(Odd, "how", "raises")
     samples = collected(NemoRLEnvironment(Odd, section_of(on_tool_error="end")), [4, 7]).samples
-    assert samples["ended"] == ["done", "error"] and samples["reward"].tolist() == [1, 0] and not samples["masked"].any()
+    assert (
+        samples["ended"] == ["done", "error"]
+        and samples["reward"].tolist() == [1, 0]
+        and not samples["masked"].any()
+    )
 
 
 def test_a_batch_that_hangs_is_left_out(odd: pytest.MonkeyPatch) -> None:
     odd.setattr(Odd, "how", "hangs")
-    named = NamedEnvironments({"odd": NemoRLEnvironment(Odd, section_of(step_timeout_s=0.3)), "sane": make_environment(section_of())})
+    named = NamedEnvironments(
+        {
+            "odd": NemoRLEnvironment(Odd, section_of(step_timeout_s=0.3)),
+            "sane": make_environment(section_of()),
+        }
+    )
     collector, *_ = collector_of(named, guesses, turns=4)
-    asked = [Example(each.index, each.prompt_ids, (), each.answer, env_name=name) for each, name in zip(
-        records([7, 9, 9, 4]), ["odd", "odd", "sane", "sane"], strict=True)]  # fmt: skip
+    asked = [
+        Example(each.index, each.prompt_ids, (), each.answer, env_name=name)
+        for each, name in zip(records([7, 9, 9, 4]), ["odd", "odd", "sane", "sane"], strict=True)
+    ]
     samples = collector.collect(asked, 1, [1, 2, 3, 4]).samples
-    assert samples["ended"] == ["late", "late", "done", "done"] and samples["masked"].tolist() == [True, True, False, False]
+    assert samples["ended"] == ["late", "late", "done", "done"] and samples["masked"].tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert samples["reward"].tolist()[2:] == pytest.approx([0.7, 1.0])
 
 
@@ -159,7 +184,10 @@ def test_a_batch_that_hangs_is_left_out(odd: pytest.MonkeyPatch) -> None:
     [
         ({"rewards": torch.ones(3)}, r"step returned \{'rewards': 3\} for 2 conversations"),
         ({"terminateds": torch.ones(1)}, r"\{'terminateds': 1\} for 2 conversations"),
-        ({"observations": ["higher", "lower"], "terminateds": torch.zeros(2)}, r"goes on with the observation 'higher'"),
+        (
+            {"observations": ["higher", "lower"], "terminateds": torch.zeros(2)},
+            r"goes on with the observation 'higher'",
+        ),
         ({"rewards": torch.tensor([1.0, float("nan")])}, r"returned the reward nan"),
     ],
 )
@@ -189,7 +217,15 @@ def test_a_class_that_ray_made_an_actor_of_counts_as_itself() -> None:
 
 def test_a_run_meets_it_and_is_resumed(tmp_path: Path, model: str, data: str) -> None:
     def config(directory: str, steps: int = 4) -> dict[str, Any]:
-        made = make_config("grpo", tmp_path / directory, model, data, max_rollout_turns=3, max_num_steps=steps, val_at_start=False)
+        made = make_config(
+            "grpo",
+            tmp_path / directory,
+            model,
+            data,
+            max_rollout_turns=3,
+            max_num_steps=steps,
+            val_at_start=False,
+        )
         made["policy"]["max_total_sequence_length"] = 60
         made["policy"]["generation"] |= {"max_new_tokens": 5, "stop_token_ids": [*range(1, 32, 3)]}
         made["env"] = {"environment": f"{TOY}:HigherLower", "options": {"most": 3}}
@@ -197,6 +233,9 @@ def test_a_run_meets_it_and_is_resumed(tmp_path: Path, model: str, data: str) ->
 
     assert run(config("a"), PolicyMaker()) == 0
     logged = rows(tmp_path / "a")
-    assert all(row["train/turns"] > 1 and row["train/episodes/done"] + row["train/episodes/length"] == 12 for row in logged)
+    assert all(
+        row["train/turns"] > 1 and row["train/episodes/done"] + row["train/episodes/length"] == 12
+        for row in logged
+    )
     assert run(config("b", 2), PolicyMaker()) == 0 and run(config("b"), PolicyMaker()) == 0
     check_same(tmp_path / "a", tmp_path / "b")

@@ -35,7 +35,11 @@ def warned(
     count = len(rewards)
     values = torch.tensor(rewards)
     groups = values.reshape(-1, 2)
-    made = (groups - groups.mean(dim=1, keepdim=True)).reshape(-1, 1) if advantages is None else torch.tensor(advantages).unsqueeze(1)
+    made = (
+        (groups - groups.mean(dim=1, keepdim=True)).reshape(-1, 1)
+        if advantages is None
+        else torch.tensor(advantages).unsqueeze(1)
+    )
     samples = {
         "reward": values,
         "masked": torch.tensor(masked or [False] * count),
@@ -54,7 +58,10 @@ def test_it_is_said_at_the_first_and_at_the_fifth_step(caplog: pytest.LogCapture
         assert said == ""
         return
     assert f"step {step}: all rewards of every group are equal (4 responses, rewards 0, 1)" in said
-    assert "there is no gradient in this step. Look at `megarl samples runs/mine`. Likely cause: none is known" in said
+    assert (
+        "there is no gradient in this step. Look at `megarl samples runs/mine`. Likely cause: none is known"
+        in said
+    )
 
 
 def test_one_group_that_differs_is_something_to_learn(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,19 +88,26 @@ def test_responses_without_a_reward_are_another_fault(caplog: pytest.LogCaptureF
         ("42", "exact_match", "none is known"),
     ],
 )
-def test_references_that_a_reward_cannot_match(caplog: pytest.LogCaptureFixture, answer: str, reward: str, cause: str) -> None:
+def test_references_that_a_reward_cannot_match(
+    caplog: pytest.LogCaptureFixture, answer: str, reward: str, cause: str
+) -> None:
     config = {**CONFIG, "env": {"reward": reward}}
     assert re.search(cause, warned(caplog, [0.0, 0.0], answer=answer, config=config))
 
 
 def test_several_rewards_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    config = {**CONFIG, "env": {"rewards": {"right": {"reward": "exact_match"}, "form": {"reward": "format"}}}}
+    config = {
+        **CONFIG,
+        "env": {"rewards": {"right": {"reward": "exact_match"}, "form": {"reward": "format"}}},
+    }
     assert "exact_match compares" in warned(caplog, [0.0, 0.0], answer="#### 1", config=config)
 
 
 def test_responses_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     said = warned(caplog, [0.0, 0.0], truncated=True)
-    assert "cut off at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]" in said
+    assert (
+        "cut off at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]" in said
+    )
 
 
 def test_responses_that_say_nothing(caplog: pytest.LogCaptureFixture) -> None:

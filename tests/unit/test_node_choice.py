@@ -15,7 +15,9 @@ GPU = {"CPU": 1, "GPU": 1}
 
 
 def node(name: str, gpus: int, free: int | None = None) -> RayNode:
-    return RayNode(name, f"id-{name}", {"CPU": 64, "GPU": gpus}, {"CPU": 64, "GPU": gpus if free is None else free})
+    return RayNode(
+        name, f"id-{name}", {"CPU": 64, "GPU": gpus}, {"CPU": 64, "GPU": gpus if free is None else free}
+    )
 
 
 def names(nodes: list[RayNode]) -> list[str]:
@@ -25,14 +27,19 @@ def names(nodes: list[RayNode]) -> list[str]:
 def test_equal_nodes_are_taken_in_their_order() -> None:
     nodes = [node(f"n{number}", 8) for number in range(4)]
     assert names(choose_nodes([8, 8, 8], GPU, nodes)) == ["n0", "n1", "n2"]
-    assert names(choose_nodes([2, 2], GPU, nodes)) == ["n0", "n1"], "room for both on one node is no reason to put them there"
+    assert names(choose_nodes([2, 2], GPU, nodes)) == ["n0", "n1"], (
+        "room for both on one node is no reason to put them there"
+    )
 
 
 def test_unequal_nodes_get_what_they_can_hold() -> None:
     nodes = [node("small", 4), node("large", 8)]
     assert names(choose_nodes([4, 8], GPU, nodes)) == ["small", "large"]
     assert names(choose_nodes([8, 4], GPU, nodes)) == ["large", "small"]
-    with pytest.raises(ResourceInsufficientError, match=r"small: 4, large: 8.*lower cluster.num_nodes or cluster.gpus_per_node"):
+    with pytest.raises(
+        ResourceInsufficientError,
+        match=r"small: 4, large: 8.*lower cluster.num_nodes or cluster.gpus_per_node",
+    ):
         choose_nodes([8, 8], GPU, nodes)
 
 
@@ -74,10 +81,17 @@ def test_nodes_are_awaited_until_the_last_one(caplog: pytest.LogCaptureFixture) 
 
 
 def test_missing_nodes_are_named() -> None:
-    with pytest.raises(MissingNodesError, match=r"2 of 3 nodes did not join Ray within 0 s: n2, n10\.") as caught:
+    with pytest.raises(
+        MissingNodesError, match=r"2 of 3 nodes did not join Ray within 0 s: n2, n10\."
+    ) as caught:
         wait_for_nodes(["n1", "n2", "n10"], 0.0, lambda: [node("n1", 8)], lambda seconds: None)
     assert caught.value.exit_code == 3
 
 
 def test_names_sort_like_slurm_s() -> None:
-    assert sorted(["rack2-n1", "rack1-n10", "rack1-n9", "rack1"], key=_natural) == ["rack1", "rack1-n9", "rack1-n10", "rack2-n1"]
+    assert sorted(["rack2-n1", "rack1-n10", "rack1-n9", "rack1"], key=_natural) == [
+        "rack1",
+        "rack1-n9",
+        "rack1-n10",
+        "rack2-n1",
+    ]

@@ -1,4 +1,5 @@
-"""The memory of a node in which a checkpoint waits, and its process: all nodes make one checkpoint, and nothing is left behind."""
+"""The memory of a node in which a checkpoint waits, and its process: all nodes make one checkpoint, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ FILES: dict[str, dict[str, bytes]] = {
         "policy/optimizer/__0_0.distcp": b"",
         "policy/weights/hf/config.json": b"{}",
     },
-    "n2": {"policy/weights/__1_0.distcp": os.urandom(3), "policy/optimizer/__1_0.distcp": os.urandom(40_000), "critic/weights/__1_0": b"c"},
+    "n2": {
+        "policy/weights/__1_0.distcp": os.urandom(3),
+        "policy/optimizer/__1_0.distcp": os.urandom(40_000),
+        "critic/weights/__1_0": b"c",
+    },
 }
 
 
@@ -63,16 +68,22 @@ def fill(directory: str | Path | None, files: dict[str, bytes]) -> Path:
     return Path(directory)
 
 
-def test_the_files_of_all_nodes_make_the_checkpoint_that_one_writes(target: Path, tmp_path: Path, memories: dict[str, NodeMemory]) -> None:
+def test_the_files_of_all_nodes_make_the_checkpoint_that_one_writes(
+    target: Path, tmp_path: Path, memories: dict[str, NodeMemory]
+) -> None:
     whole = fill(tmp_path / "whole", {"training_info.json": b'{"step": 3}', **FILES["n1"], **FILES["n2"]})
     seal(whole)
     places = {node: fill(memory.take(100_000), FILES[node]) for node, memory in memories.items()}
-    assert len(set(places.values())) == 2 and all(path.stat().st_mode & 0o777 == 0o700 for path in places.values())
+    assert len(set(places.values())) == 2 and all(
+        path.stat().st_mode & 0o777 == 0o700 for path in places.values()
+    )
     with ThreadPoolExecutor() as pool:
         said = list(pool.map(lambda memory: memory.write(str(target)), memories.values()))
     assert [set(each) for each in said] == [set(FILES[node]) for node in NODES]
     write_manifest(target, said[0] | said[1])
-    assert (target / MANIFEST_NAME).read_bytes() == (whole / MANIFEST_NAME).read_bytes() and verify(target) == []
+    assert (target / MANIFEST_NAME).read_bytes() == (whole / MANIFEST_NAME).read_bytes() and verify(
+        target
+    ) == []
     for name in json.loads((whole / MANIFEST_NAME).read_text())["files"]:
         assert (target / name).read_bytes() == (whole / name).read_bytes(), name
     assert not any(path.exists() for path in places.values())
@@ -81,7 +92,9 @@ def test_the_files_of_all_nodes_make_the_checkpoint_that_one_writes(target: Path
     assert again == places["n1"] and memories["n1"].write(str(target)).keys() == {"x"}
 
 
-def test_each_file_is_on_the_disk_before_it_leaves_memory_and_so_are_the_directories(target: Path, tmp_path: Path) -> None:
+def test_each_file_is_on_the_disk_before_it_leaves_memory_and_so_are_the_directories(
+    target: Path, tmp_path: Path
+) -> None:
     source, order = fill(tmp_path / "memory", FILES["n1"]), []
     real = os.fsync
 
@@ -95,7 +108,9 @@ def test_each_file_is_on_the_disk_before_it_leaves_memory_and_so_are_the_directo
     with mock.patch.object(os, "fsync", fsync):
         node_memory.written(source, target, {})
     files = {target / name for name in FILES["n1"]}
-    directories = [target / name for name in ("policy/weights/hf", "policy/weights", "policy/optimizer", "policy", ".")]
+    directories = [
+        target / name for name in ("policy/weights/hf", "policy/weights", "policy/optimizer", "policy", ".")
+    ]
     assert set(order[: len(files)]) == files and order[len(files) :] == directories
     assert not [path for path in source.rglob("*") if path.is_file()]
 
@@ -140,7 +155,9 @@ def test_ranks_may_end_when_their_memory_is_held(target: Path, memories: dict[st
     files = memories["n1"].write(str(target))
     assert files.keys() == FILES["n1"].keys() | {"policy/weights/__9_0.distcp"}
     content = (target / "policy" / "weights" / "__9_0.distcp").read_bytes()
-    assert content.startswith(b"bytes") and torch.equal(torch.load(io.BytesIO(content[5:])), torch.arange(7.0))
+    assert content.startswith(b"bytes") and torch.equal(
+        torch.load(io.BytesIO(content[5:])), torch.arange(7.0)
+    )
     with mock.patch.object(background, "available_bytes", return_value=0):
         assert memories["n1"].take(100) is not None and memories["n1"].take(104) is None
 
@@ -150,7 +167,10 @@ def test_memory_that_cannot_be_held_is_told_of(target: Path, memories: dict[str,
     buffer = StagingBuffer()
     buffer.write(place / "__9_0.distcp", [b"bytes"])
     buffer.close()
-    with pytest.raises(CheckpointError, match=rf"the memory of process {os.getpid()} that __9_0\.distcp is in cannot be opened"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"the memory of process {os.getpid()} that __9_0\.distcp is in cannot be opened",
+    ):
         memories["n1"].hold()
     assert not place.exists() and writers(target.parent) == []
     memories["n1"].free()
@@ -158,7 +178,9 @@ def test_memory_that_cannot_be_held_is_told_of(target: Path, memories: dict[str,
         memories["n1"].hold()
 
 
-def test_a_process_that_is_killed_is_told_of_and_nothing_is_left(target: Path, memories: dict[str, NodeMemory]) -> None:
+def test_a_process_that_is_killed_is_told_of_and_nothing_is_left(
+    target: Path, memories: dict[str, NodeMemory]
+) -> None:
     place = fill(memories["n2"].take(1), FILES["n2"])
     writer_of(target.parent, "n2").kill()
     with pytest.raises(CheckpointError, match="was killed"):
@@ -177,12 +199,17 @@ def test_signals_to_all_processes_do_not_end_it(target: Path, memories: dict[str
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["at work", "stopped"])
-def test_what_is_no_longer_wanted_is_ended_while_it_is_written(stopped: bool, target: Path, memories: dict[str, NodeMemory]) -> None:
+def test_what_is_no_longer_wanted_is_ended_while_it_is_written(
+    stopped: bool, target: Path, memories: dict[str, NodeMemory]
+) -> None:
     place = fill(memories["n1"].take(1), FILES["n1"])
     writer = writer_of(target.parent, "n1")
     if stopped:
         writer.suspend()
-    with ThreadPoolExecutor(1) as pool, mock.patch.object(node_memory, "_END_S", 0.5 if stopped else LONGEST_S):
+    with (
+        ThreadPoolExecutor(1) as pool,
+        mock.patch.object(node_memory, "_END_S", 0.5 if stopped else LONGEST_S),
+    ):
         write = pool.submit(memories["n1"].write, str(target)) if stopped else None
         memories["n1"].free()
         if write is not None:
@@ -204,7 +231,9 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("writes", [False, True], ids=["before it writes", "while it writes"])
 @pytest.mark.parametrize("has_child", [False, True], ids=["nobody's child", "a child"])
-def test_the_process_ends_with_who_has_started_it_and_takes_the_memory_along(has_child: bool, writes: bool, target: Path) -> None:
+def test_the_process_ends_with_who_has_started_it_and_takes_the_memory_along(
+    has_child: bool, writes: bool, target: Path
+) -> None:
     command = [sys.executable, "-c", ASKER.format(path=sys.path), str(target.parent), str(has_child)]
     asker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert asker.stdout is not None and asker.stdin is not None
@@ -223,8 +252,13 @@ def test_the_process_ends_with_who_has_started_it_and_takes_the_memory_along(has
     assert not place.exists()
 
 
-def test_what_killed_launches_have_left_goes_whatever_the_node_was_called(target: Path, tmp_path: Path) -> None:
-    left = [fill(take_memory(target.parent, 1, node), {"left/x": b"x"}) for node in ("", "of an earlier Ray", "n1")]
+def test_what_killed_launches_have_left_goes_whatever_the_node_was_called(
+    target: Path, tmp_path: Path
+) -> None:
+    left = [
+        fill(take_memory(target.parent, 1, node), {"left/x": b"x"})
+        for node in ("", "of an earlier Ray", "n1")
+    ]
     other = fill(take_memory(tmp_path / "of another run", 1, "n1"), {"x": b"x"})
     try:
         assert len({*left, other}) == 4
@@ -241,4 +275,7 @@ def test_names_that_are_known_belong_to_the_manifest_also_where_they_are_not_see
     files = write_manifest(target, known)["files"]
     assert list(files) == ["policy/a", "policy/late", "training_info.json"]
     assert files["policy/a"] == known["policy/a"], "it is not read again"
-    assert len(verify(target, hashes=False)) == 1 and "policy/late cannot be read" in verify(target, hashes=False)[0]
+    assert (
+        len(verify(target, hashes=False)) == 1
+        and "policy/late cannot be read" in verify(target, hashes=False)[0]
+    )

@@ -1,4 +1,5 @@
-"""NVIDIA's management library, with a stand-in for it: which GPU is asked, what is done where it does not answer."""
+"""NVIDIA's management library, with a stand-in for it: which GPU is asked, what is done where it does not
+answer."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def fails(*arguments: Any) -> Any:
     raise NVMLError("no answer")
 
 
-@pytest.mark.parametrize(("visible", "physical"), [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), ("GPU-33, 1", [3, 1]), (" ", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("visible", "physical"),
+    [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), ("GPU-33, 1", [3, 1]), (" ", [0, 1, 2, 3])],
+)
 def test_a_gpu_is_the_one_that_torch_counts(
     visible: str | None, physical: list[int], library: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +62,11 @@ def test_a_gpu_is_the_one_that_torch_counts(
         assert nvml.get_device_uuid(device_id) == f"GPU-{index}{index}"
         assert nvml.get_free_memory_bytes(device_id) == (index + 1) * 2**30
         figures = nvml.gpu_figures(device_id)
-        assert (figures.free_mb, figures.power_w, figures.utilization_percent) == ((index + 1) * 1024, 300 + index / 1000, 10 * index)
+        assert (figures.free_mb, figures.power_w, figures.utilization_percent) == (
+            (index + 1) * 1024,
+            300 + index / 1000,
+            10 * index,
+        )
     if visible and visible.strip():
         with pytest.raises(RuntimeError, match="names 2"):
             nvml.get_device_uuid(2)
@@ -93,6 +101,10 @@ def test_a_library_that_fails_ends_no_run(
 def test_figures_of_all_workers_become_metrics() -> None:
     full = {"free_memory_mb": 2048.0, "power_w": 300.0, "utilization_percent": 40.0}
     other = {"free_memory_mb": 1024.0, "power_w": 500.0, "utilization_percent": 60.0}
-    assert gpu_metrics([full, other]) == {"free_memory_gib": 1.0, "power_w": 800.0, "utilization_percent": 50.0}
+    assert gpu_metrics([full, other]) == {
+        "free_memory_gib": 1.0,
+        "power_w": 800.0,
+        "utilization_percent": 50.0,
+    }
     assert gpu_metrics([full, {"power_w": 1.0}]) == {"power_w": 301.0}
     assert gpu_metrics([{}, {}]) == {}

@@ -1,4 +1,5 @@
-"""Observations behind sampled tokens, by templates that behave as published ones: the rule equals the whole rendering."""
+"""Observations behind sampled tokens, by templates that behave as published ones: the rule equals the whole
+rendering."""
 
 from __future__ import annotations
 
@@ -13,27 +14,35 @@ from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 from tests.templates.conversations import CONVERSATIONS, REFUSED, TOOLS, assistant, tool, user
 
 REWRITES = frozenset({"qwen3", "qwen3.5", "glm-4.5", "deepseek-r1", "deepseek-v3.1", "nemotron", "gpt-oss"})
-"""Templates that leave reasoning, or the empty mark of it, out of responses that a user's turn follows, or out of all."""
+"""Templates that leave reasoning, or the empty mark of it, out of responses that a user's turn follows, or
+out of all."""
 
 
 def encoder_of(name: str) -> ObservationEncoder:
     tokenizer = tokenizer_of(name)
-    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer), frozenset({*stop_ids(name, tokenizer), tokenizer.eos_token_id}))
+    return ObservationEncoder(
+        tokenizer, ChatTemplate(tokenizer), frozenset({*stop_ids(name, tokenizer), tokenizer.eos_token_id})
+    )
 
 
-def turns_of(messages: list[dict[str, Any]]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]]:
+def turns_of(
+    messages: list[dict[str, Any]],
+) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]]:
     """Of each response that others follow: what was before, with it, and what follows up to the next one."""
     found = []
     for place, message in enumerate(messages[:-1]):
         if message["role"] == "assistant":
             rest = messages[place + 1 :]
-            count = next((number for number, each in enumerate(rest) if each["role"] == "assistant"), len(rest))
+            count = next(
+                (number for number, each in enumerate(rest) if each["role"] == "assistant"), len(rest)
+            )
             found.append((messages[:place], messages[: place + 1], rest[:count]))
     return found
 
 
 def rendered_whole_and_by_turns(name: str, kind: str) -> list[tuple[str, str, bool]]:
-    """The text up to the next response as the template writes it, as the rule makes it, and whether the template keeps the response."""
+    """The text up to the next response as the template writes it, as the rule makes it, and whether the
+    template keeps the response."""
     encoder, tools = encoder_of(name), TOOLS if "call" in kind else ()
     found = []
     for before, with_response, following in turns_of(CONVERSATIONS[kind]):
@@ -47,7 +56,10 @@ def rendered_whole_and_by_turns(name: str, kind: str) -> list[tuple[str, str, bo
         if end is None:
             continue  # what ends a turn is plain text, or the mark of the next one
         names = [call["function"]["name"] for call in with_response[-1].get("tool_calls", ())]
-        named = [{**each, "name": names[number]} if each["role"] == "tool" else each for number, each in enumerate(following)]
+        named = [
+            {**each, "name": names[number]} if each["role"] == "tool" else each
+            for number, each in enumerate(following)
+        ]
         suffix = encoder.encode(named, said[end])
         made = start + encoder.tokenizer.decode([*said[: end + 1], *suffix])
         kept = whole.startswith(start + encoder.tokenizer.decode(said[:end]))
@@ -55,7 +67,9 @@ def rendered_whole_and_by_turns(name: str, kind: str) -> list[tuple[str, str, bo
     return found
 
 
-CASES = [(name, kind) for name in TEMPLATES for kind in CONVERSATIONS if kind not in REFUSED.get(name, frozenset())]
+CASES = [
+    (name, kind) for name in TEMPLATES for kind in CONVERSATIONS if kind not in REFUSED.get(name, frozenset())
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -70,7 +84,9 @@ def test_the_rule_equals_the_whole_rendering(name: str, kind: str) -> None:
 
 
 def test_most_templates_are_tried() -> None:
-    tried = {name for name, kind in CASES if any(kept for *_, kept in rendered_whole_and_by_turns(name, kind))}
+    tried = {
+        name for name, kind in CASES if any(kept for *_, kept in rendered_whole_and_by_turns(name, kind))
+    }
     assert len(tried) > 20 and {"qwen2.5", "llama3.1", "mistral-v3", "hermes", "deepseek-v3"} <= tried
 
 
@@ -86,21 +102,29 @@ def sampled_texts(encoder: ObservationEncoder, before: list[Any], content: str) 
     start = encoder.template.render(before, for_generation=True)
     last = encoder.template.render([*before, assistant(content)])
     is_written = last.startswith(start) and content in last
-    said = last[len(start) :] if is_written else content.removeprefix("<think>\n" if start.endswith("<think>\n") else "")
+    said = (
+        last[len(start) :]
+        if is_written
+        else content.removeprefix("<think>\n" if start.endswith("<think>\n") else "")
+    )
     tokens = encoder.tokens(said)
     end = next((place for place, token in enumerate(tokens) if token in encoder.stop_token_ids), None)
     if end is not None:
         return start, tokens[: end + 1]
     # of GLM the mark of the next role
     user_mark = encoder.tokenizer.convert_tokens_to_ids("<|user|>")
-    return start, [*tokens, user_mark if user_mark in encoder.stop_token_ids else encoder.tokenizer.eos_token_id]
+    return start, [
+        *tokens,
+        user_mark if user_mark in encoder.stop_token_ids else encoder.tokenizer.eos_token_id,
+    ]
 
 
 # what ends a turn of the template of plain text is no token
 @pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"plain-text"}))
 @pytest.mark.parametrize("reasoning", ["", "<think>\nadd both\n</think>\n\n"])
 def test_a_model_is_shown_the_whole_rendering_at_each_turn(name: str, reasoning: str) -> None:
-    """Token by token what the template writes, whichever way a turn is made: by the suffix, or as a new segment."""
+    """Token by token what the template writes, whichever way a turn is made: by the suffix, or as a new
+    segment."""
     encoder = encoder_of(name)
     messages, words = [user("Ask one.")], ["two", "three", "four"]
     start = encoder.template.render(messages, for_generation=True)
@@ -126,7 +150,8 @@ def test_a_model_is_shown_the_whole_rendering_at_each_turn(name: str, reasoning:
 
 
 def test_harmony_leaves_reasoning_out_once_it_has_answered() -> None:
-    """Not behind a call: what its models sample of calls, which its template writes otherwise, stays as it is."""
+    """Not behind a call: what its models sample of calls, which its template writes otherwise, stays as it
+    is."""
     encoder = encoder_of("gpt-oss")
     asked = [user("How warm?")]
     prompt = encoder.tokens(encoder.template.render(asked, for_generation=True))
@@ -137,19 +162,29 @@ def test_harmony_leaves_reasoning_out_once_it_has_answered() -> None:
     assert history.follow(encoder.tokens(final), [user("Sure?")]) is None
     found = history.follow(encoder.tokens(thought + final), [user("Really?")])
     messages = [*asked, assistant("Mild."), user("Sure?"), assistant("Mild."), user("Really?")]
-    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(messages, for_generation=True)
+    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(
+        messages, for_generation=True
+    )
     call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
     assert history.follow(encoder.tokens(thought + call), [{**tool("20"), "name": "look"}]) is None
     found = history.follow(encoder.tokens(final), [user("Now?")])
     called = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
-    messages += [assistant("", tool_calls=[called], thinking="why not"), tool("20"), assistant("Mild."), user("Now?")]
-    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(messages, for_generation=True)
+    messages += [
+        assistant("", tool_calls=[called], thinking="why not"),
+        tool("20"),
+        assistant("Mild."),
+        user("Now?"),
+    ]
+    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(
+        messages, for_generation=True
+    )
     assert history.follow(encoder.tokens(final), [user("And now?")]) is None
 
 
 @pytest.mark.parametrize("name", sorted(REWRITES - {"nemotron", "deepseek-r1", "gpt-oss"}))
 def test_what_a_tool_says_goes_behind_the_reasoning(name: str) -> None:
-    """Reasoning stays until a user speaks, where the template has it so; then that of calls is left out too."""
+    """Reasoning stays until a user speaks, where the template has it so; then that of calls is left out
+    too."""
     encoder = encoder_of(name)
     prompt = encoder.tokens(encoder.template.render([user("How warm?")], for_generation=True))
     history = encoder.history(prompt)
@@ -160,10 +195,19 @@ def test_what_a_tool_says_goes_behind_the_reasoning(name: str) -> None:
     first = history.follow([*call, end], [tool("20")])
     kept = name in {"qwen3", "qwen3.5"}
     assert (first is None) == kept
-    second = history.follow([*encoder.tokens(f"{'' if opened else '<think>' + chr(10)}warm\n</think>\n\nMild."), end], [user("Sure?")])
+    second = history.follow(
+        [*encoder.tokens(f"{'' if opened else '<think>' + chr(10)}warm\n</think>\n\nMild."), end],
+        [user("Sure?")],
+    )
     assert second is not None and second[: len(prompt) - 8] == prompt[: len(prompt) - 8]
     text = encoder.tokenizer.decode(second)
-    assert "look" not in text and "warm\n" not in text and "I call." in text and "Mild." in text and "Sure?" in text
+    assert (
+        "look" not in text
+        and "warm\n" not in text
+        and "I call." in text
+        and "Mild." in text
+        and "Sure?" in text
+    )
 
 
 def test_a_prompt_that_does_not_end_as_the_template_does_keeps_what_was_sampled() -> None:
@@ -184,18 +228,36 @@ def test_a_turn_that_was_not_ended_is_ended_by_the_suffix(last: str | None) -> N
 def test_templates_of_one_turn_are_refused() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.chat_template = (
-        "{% for message in messages %}{% if message.role == 'user' %}Q {{ message.content }} A {% endif %}{% endfor %}"
+        "{% for message in messages %}{% if message.role == 'user' %}Q {{ "
+        "message.content }} A {% endif %}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"does not write what the assistant says before 'user'.*max_rollout_turns: 1"):
-        ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id}).encode([user("x")], None)
+    with pytest.raises(
+        DataError, match=r"does not write what the assistant says before 'user'.*max_rollout_turns: 1"
+    ):
+        ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id}).encode(
+            [user("x")], None
+        )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_written_without_rendering_is_what_would_be_rendered(name: str) -> None:
     """A template that writes contents in another form, as JSON for example, is rendered each time."""
     encoder = encoder_of(name)
-    contents = ["Go on.", 'a "b" {c}', "[1, 2]", '{"a": 1}', "  led", "", "é\n\nx", "<think>a</think>b", "1 < 2", "|x|: [/INST]"]
-    kinds = [user("x"), {**tool("20"), "name": "look"}, {**tool("20"), "name": "other"}][: 1 if name in WITHOUT_TOOLS else 3]
+    contents = [
+        "Go on.",
+        'a "b" {c}',
+        "[1, 2]",
+        '{"a": 1}',
+        "  led",
+        "",
+        "é\n\nx",
+        "<think>a</think>b",
+        "1 < 2",
+        "|x|: [/INST]",
+    ]
+    kinds = [user("x"), {**tool("20"), "name": "look"}, {**tool("20"), "name": "other"}][
+        : 1 if name in WITHOUT_TOOLS else 3
+    ]
     framed = 0
     for kind in kinds:
         for content in contents:
@@ -209,7 +271,19 @@ def test_what_is_written_without_rendering_is_what_would_be_rendered(name: str) 
 
 
 WITHOUT_TOOLS = frozenset(
-    {"gemma2", "gemma3", "phi-3.5", "phi-4", "mistral-v0.1", "vicuna", "llama2", "olmo2", "command-r", "chatglm", "ernie"}
+    {
+        "gemma2",
+        "gemma3",
+        "phi-3.5",
+        "phi-4",
+        "mistral-v0.1",
+        "vicuna",
+        "llama2",
+        "olmo2",
+        "command-r",
+        "chatglm",
+        "ernie",
+    }
 )
 
 
@@ -220,8 +294,13 @@ def test_a_template_that_leaves_out_what_a_tool_says_is_refused(name: str) -> No
     if name not in WITHOUT_TOOLS:
         encoder.check_role("tool")
         return
-    for call in (lambda: encoder.check_role("tool"), lambda: encoder.encode([user("and"), {**tool("20"), "name": "look"}], None)):
-        with pytest.raises(DataError, match=r"chat_template (writes nothing of what 'tool' says|cannot be applied).*Fix: "):
+    for call in (
+        lambda: encoder.check_role("tool"),
+        lambda: encoder.encode([user("and"), {**tool("20"), "name": "look"}], None),
+    ):
+        with pytest.raises(
+            DataError, match=r"chat_template (writes nothing of what 'tool' says|cannot be applied).*Fix: "
+        ):
             call()
 
 

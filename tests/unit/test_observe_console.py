@@ -38,7 +38,13 @@ class Clock:
 
 def shown(terminal: bool, width: int = 100, quiet: bool = False, total: int = 20) -> str:
     stream, clock = io.StringIO(), Clock()
-    console = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system="standard" if terminal else None)
+    console = Console(
+        file=stream,
+        force_terminal=terminal,
+        width=width,
+        highlight=False,
+        color_system="standard" if terminal else None,
+    )
     with TrainingConsole(total, "GRPO [tiny] on cpu", quiet=quiet, console=console, clock=clock) as view:
         for step in range(1, total + 1):
             clock.now += 4.2
@@ -56,7 +62,9 @@ def test_piped_output_is_one_plain_line_a_step_within_100_columns() -> None:
     assert max(map(len, lines)) <= 100
     steps = [line for line in lines if re.match(r"step +\d+/20 ", line)]
     assert len(steps) == 20
-    assert steps[9] == "step 10/20  loss -0.0371  reward 0.067  grad 1.23   4.2s  (gen 2.1 train 1.8)  2.3k tok/s  ETA 42s"
+    assert steps[9] == (
+        "step 10/20  loss -0.0371  reward 0.067  grad 1.23   4.2s  (gen 2.1 train 1.8)  2.3k tok/s  ETA 42s"
+    )
 
 
 def test_title_notes_and_validation_are_taken_literally() -> None:
@@ -127,7 +135,9 @@ def test_responses_without_a_reward_are_counted_where_there_are_any() -> None:
     fields = step_fields(3, 20, metrics, None, 100)
     assert [text for _, text in fields[2:4]] == ["reward 0.250", "reward_errors 3"]
     assert "reward_timeouts" not in str(fields)
-    assert "reward" not in str(step_fields(3, 20, {**metrics, "train/reward": None, "train/reward_errors": 0}, None, 100))
+    assert "reward" not in str(
+        step_fields(3, 20, {**metrics, "train/reward": None, "train/reward_errors": 0}, None, 100)
+    )
 
 
 def test_eta_is_the_median_step_times_the_steps_left() -> None:
@@ -150,7 +160,9 @@ def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
         "view.finish()\n"
         "sys.stderr.write('trained to the end')\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
@@ -161,10 +173,14 @@ def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
 
 @given(
     st.integers(40, 140),
-    st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=9),
+    st.dictionaries(
+        st.sampled_from(sorted(FULL)), st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=9
+    ),
     st.one_of(st.none(), st.floats(0, 1e6)),
 )
-def test_optional_parts_never_overflow_the_width(width: int, metrics: dict[str, float], eta: float | None) -> None:
+def test_optional_parts_never_overflow_the_width(
+    width: int, metrics: dict[str, float], eta: float | None
+) -> None:
     fields = step_fields(123, 4567, metrics, eta, width)
     kinds = [kind for kind, _ in fields]
     line = "  ".join(text for _, text in fields)
@@ -177,7 +193,10 @@ def test_optional_parts_never_overflow_the_width(width: int, metrics: dict[str, 
 
 def test_phases_are_those_of_the_top_level_longest_first() -> None:
     assert phase_seconds(FULL) == {"generation": 2.1, "train": 1.8, "logprobs": 0.21}
-    assert phase_seconds({"generation_s": 1.0, "reward_s": 2.0, "step_s": 3.0, "other_s": 1.0}) == {"reward": 2.0, "generation": 1.0}
+    assert phase_seconds({"generation_s": 1.0, "reward_s": 2.0, "step_s": 3.0, "other_s": 1.0}) == {
+        "reward": 2.0,
+        "generation": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -204,7 +223,15 @@ def test_format_seconds(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0.000"), (0.0312, "0.0312"), (-1.25, "-1.250"), (12.34, "12.3"), (1234.4, "1,234"), (2.1e-5, "2.1e-05"), (float("-inf"), "-inf")],
+    [
+        (0, "0.000"),
+        (0.0312, "0.0312"),
+        (-1.25, "-1.250"),
+        (12.34, "12.3"),
+        (1234.4, "1,234"),
+        (2.1e-5, "2.1e-05"),
+        (float("-inf"), "-inf"),
+    ],
 )
 def test_format_number(value: float, text: str) -> None:
     assert format_number(value) == text

@@ -25,7 +25,12 @@ def test_reduction_equals_a_plain_loop(values: list[float], reduction: Reduction
         total += value
         low = value if value < low else low
         high = value if value > high else high
-    expected = {Reduction.SUM: total, Reduction.MEAN: total / len(values), Reduction.MIN: low, Reduction.MAX: high}[reduction]
+    expected = {
+        Reduction.SUM: total,
+        Reduction.MEAN: total / len(values),
+        Reduction.MIN: low,
+        Reduction.MAX: high,
+    }[reduction]
     assert reduce_values(values, reduction) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
@@ -70,7 +75,13 @@ def test_default_reduction(name: str, expected: Reduction) -> None:
 
 
 def test_declared_reductions_win_and_empty_metrics_vanish() -> None:
-    metrics = {"loss": [1.0, 2.5, -0.5], "lr": [3e-4] * 3, "ratio_max": [1.0, 7.0, 3.0], "grad_norm": [2.0, 4.0], "entropy": []}
+    metrics = {
+        "loss": [1.0, 2.5, -0.5],
+        "lr": [3e-4] * 3,
+        "ratio_max": [1.0, 7.0, 3.0],
+        "grad_norm": [2.0, 4.0],
+        "entropy": [],
+    }
     reduced = reduce_metrics(metrics, {"ratio_max": Reduction.MIN, "grad_norm": Reduction.SUM})
     assert reduced == {"loss": 3.0, "lr": pytest.approx(3e-4), "ratio_max": 1.0, "grad_norm": 6.0}
     assert reduce_metrics({}) == {}
@@ -132,7 +143,13 @@ def test_open_phase_is_split_between_steps() -> None:
 def test_secrets_are_hidden_and_nothing_else() -> None:
     config = {
         "env_vars": {"HF_TOKEN": "abc", "WANDB_API_KEY": "def", "PATH": "/bin"},
-        "data": {"prompt_key": "question", "answer_key": "answer", "max_new_tokens": 7, "pad_token_id": 0, "token": None},
+        "data": {
+            "prompt_key": "question",
+            "answer_key": "answer",
+            "max_new_tokens": 7,
+            "pad_token_id": 0,
+            "token": None,
+        },
         "list": [{"password": "x"}, 3],
     }
     hidden = redacted(config)

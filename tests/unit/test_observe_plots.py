@@ -17,7 +17,15 @@ from megarl.errors import DataError
 from megarl.observe.drawing import run_labels
 from megarl.observe.metrics_file import read_metrics, stream_metrics
 from megarl.observe.plots import compare_runs, plot_run
-from megarl.observe.series import Log, Series, collect_log, collect_series, mean_over_runs, running_mean, smoothing_window
+from megarl.observe.series import (
+    Log,
+    Series,
+    collect_log,
+    collect_series,
+    mean_over_runs,
+    running_mean,
+    smoothing_window,
+)
 from megarl.observe.sinks import open_sinks
 from tests.tiers import sampled, slow
 
@@ -33,7 +41,11 @@ def train(run_dir: Path, steps: int, reward: bool = True, seed: int = 0) -> Path
             if reward:
                 metrics["reward"] = random.random()
             sinks.log(metrics, step, "train")
-            sinks.log({"train_s": 1.5, "generation_s": 2.0, "step_s": 3.75, "train/optimizer_s": 0.5}, step, "timing")
+            sinks.log(
+                {"train_s": 1.5, "generation_s": 2.0, "step_s": 3.75, "train/optimizer_s": 0.5},
+                step,
+                "timing",
+            )
             if step % 5 == 0:
                 sinks.log({"accuracy": random.random()} if reward else {"loss": 1.0}, step, "validation")
     return run_dir
@@ -50,7 +62,12 @@ def names(paths: list[Path]) -> list[str]:
 def test_grpo_run(tmp_path: Path, steps: int) -> None:
     paths = plot_run(train(tmp_path / "run", steps))
     assert names(paths) == ["reward.png", "loss.png", "timing.png"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["loss.png", "metrics.jsonl", "reward.png", "timing.png"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "loss.png",
+        "metrics.jsonl",
+        "reward.png",
+        "timing.png",
+    ]
 
 
 def test_sft_run_has_no_reward_picture(tmp_path: Path) -> None:
@@ -104,7 +121,12 @@ def test_compare_runs(tmp_path: Path) -> None:
 
 
 def test_later_rows_win_and_gaps_stay_gaps() -> None:
-    rows = [{"step": 3, "a": 1.0}, {"step": 1, "a": 2, "b": None}, {"step": 3, "a": 5.0, "c": "x", "d": True}, {"step": 4, "a": math.inf}]
+    rows = [
+        {"step": 3, "a": 1.0},
+        {"step": 1, "a": 2, "b": None},
+        {"step": 3, "a": 5.0, "c": "x", "d": True},
+        {"step": 4, "a": math.inf},
+    ]
     assert collect_series(rows) == {"a": Series((1, 3), (2.0, 5.0))}
     assert Series((1, 3), (2.0, 5.0)).on([0, 1, 2, 3]) == [0.0, 2.0, 0.0, 5.0]
 

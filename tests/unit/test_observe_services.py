@@ -1,4 +1,5 @@
-"""MLflow, Trackio and sinks of the user's own: the real packages where they are installed, stand-ins for what a server does."""
+"""MLflow, Trackio and sinks of the user's own: the real packages where they are installed, stand-ins for what
+a server does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from megarl.observe import services
 from megarl.observe.metrics_file import read_metrics
 from megarl.observe.sinks import open_sinks
 
-CONFIG = {"seed": 3, "policy": {"optimizer": {"lr": 1e-4}, "model_name": "x" * 9000}, "env_vars": {"HF_TOKEN": "abc"}}
+CONFIG = {
+    "seed": 3,
+    "policy": {"optimizer": {"lr": 1e-4}, "model_name": "x" * 9000},
+    "env_vars": {"HF_TOKEN": "abc"},
+}
 
 TWO_LAUNCHES = """
 import json, sys
@@ -36,9 +41,14 @@ for steps in ([1, 2, 3], [3, 4]):
 
 
 def launch_twice(section: dict[str, Any], tmp_path: Path, read: str) -> Any:
-    """What ``read`` prints as JSON after two launches of a run, in a process of its own, since both packages keep settings of a process."""
+    """What ``read`` prints as JSON after two launches of a run, in a process of its own, since both packages
+    keep settings of a process."""
     asked = json.dumps([section, str(tmp_path / "run"), CONFIG])
-    variables = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {
+        **os.environ,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", TWO_LAUNCHES + read, asked]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -50,7 +60,10 @@ def launch_twice(section: dict[str, Any], tmp_path: Path, read: str) -> Any:
 def test_mlflow_keeps_one_run_over_two_launches(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    section = {"mlflow_enabled": True, "mlflow": {"experiment_name": "sums", "run_name": "first", "tracking_uri": store}}
+    section = {
+        "mlflow_enabled": True,
+        "mlflow": {"experiment_name": "sums", "run_name": "first", "tracking_uri": store},
+    }
     read = """
 from mlflow import MlflowClient
 client = MlflowClient(section["mlflow"]["tracking_uri"])
@@ -76,13 +89,23 @@ print(json.dumps([run, [[row["step"], row["train/loss"], row["train/note"]] for 
     section = {"trackio_enabled": True, "trackio": {"project": "sums", "name": "first", "group": None}}
     name, rows = launch_twice(section, tmp_path, read)
     assert name == f"first-{(tmp_path / 'run' / 'trackio_run_id').read_text().strip()}"
-    assert sorted(rows) == [[1, 1.0, "text"], [2, 0.5, "text"], [3, 1 / 3, "text"], [3, 1 / 3, "text"], [4, 0.25, "text"]]
+    assert sorted(rows) == [
+        [1, 1.0, "text"],
+        [2, 0.5, "text"],
+        [3, 1 / 3, "text"],
+        [3, 1 / 3, "text"],
+        [4, 0.25, "text"],
+    ]
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow", "trackio"])
-def test_a_missing_package_is_named_with_its_line(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_line(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, service, None)
-    with pytest.raises(ConfigError, match=rf"logger\.{service}_enabled = True.*Fix: pip install {service}, or set logger"):
+    with pytest.raises(
+        ConfigError, match=rf"logger\.{service}_enabled = True.*Fix: pip install {service}, or set logger"
+    ):
         open_sinks({f"{service}_enabled": True, service: {"project": "p", "experiment_name": "e"}}, tmp_path)
 
 
@@ -162,7 +185,9 @@ def test_a_server_that_never_answers_does_not_keep_the_run(
     assert "MLflow failed in close (TimeoutError" in caplog.text
 
 
-def test_what_mlflow_refuses_is_said_once_and_training_goes_on(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_mlflow_refuses_is_said_once_and_training_goes_on(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_sinks(SECTION, tmp_path) as sinks:
         server.fault = OSError("no space there")
         sinks.log({"loss": 1.0}, 1)
@@ -170,7 +195,9 @@ def test_what_mlflow_refuses_is_said_once_and_training_goes_on(tmp_path: Path, s
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 1
 
 
-def test_an_mlflow_run_that_was_deleted_is_made_again(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_mlflow_run_that_was_deleted_is_made_again(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     for deleted in (False, True, False):
         server.runs = set() if deleted else server.runs
         open_sinks(SECTION, tmp_path).close()
@@ -230,7 +257,9 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-def test_own_sinks_get_every_row_and_cannot_end_a_run(tmp_path: Path, own: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_own_sinks_get_every_row_and_cannot_end_a_run(
+    tmp_path: Path, own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     paths = [f"{own}:{name}" for name in ("NotMade", "Ends", "Lines")]
     with open_sinks({"sinks": paths}, tmp_path, {"api_key": "abc", "seed": 3}) as sinks:
         sinks.truncate_after(4)
@@ -241,7 +270,9 @@ def test_own_sinks_get_every_row_and_cannot_end_a_run(tmp_path: Path, own: Path,
         *("{'step': 5, 'train/loss': 0.5}", "{'step': 6, 'train/loss': 0.25}"),
     ]
     rows = list(read_metrics(tmp_path / "metrics.jsonl"))
-    assert [row["train/loss"] for row in rows] == [0.5, 0.25] and "time" in rows[0], "what a sink changes is its own"
+    assert [row["train/loss"] for row in rows] == [0.5, 0.25] and "time" in rows[0], (
+        "what a sink changes is its own"
+    )
     assert "NotMade cannot be opened (OSError: no device)" in caplog.text
     assert caplog.text.count("own.py:Ends failed in write (SystemExit: the end)") == 1
 
@@ -252,8 +283,14 @@ def test_own_sinks_get_every_row_and_cannot_end_a_run(tmp_path: Path, own: Path,
         ("Lines", None),
         ("NoWrite", "it lacks write"),
         ("function", "it is function, not a class"),
-        ("OtherArguments", r"OtherArguments cannot be called with (log_dir, run_config): too many positional arguments"),
-        ("NoArguments", r"NoArguments cannot be called with (log_dir, run_config): too many positional arguments"),
+        (
+            "OtherArguments",
+            r"OtherArguments cannot be called with (log_dir, run_config): too many positional arguments",
+        ),
+        (
+            "NoArguments",
+            r"NoArguments cannot be called with (log_dir, run_config): too many positional arguments",
+        ),
         ("OtherRow", "write cannot be called with (self, row): missing a required argument: 'step'"),
         ("Liens", "own.py has no Liens"),
     ],

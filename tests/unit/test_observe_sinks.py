@@ -32,19 +32,38 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_rows_are_prefixed_and_readable_while_the_run_goes_on(tmp_path: Path) -> None:
     sinks = open_sinks({}, tmp_path / "deep" / "run")
-    sinks.log({"loss": 1.5, "tokens": 7, "ok": True, "note": "x", "nothing": None, "nested": {"a": 2}}, step=3, prefix="train")
+    sinks.log(
+        {"loss": 1.5, "tokens": 7, "ok": True, "note": "x", "nothing": None, "nested": {"a": 2}},
+        step=3,
+        prefix="train",
+    )
     [row] = rows(tmp_path / "deep" / "run")
     assert row.pop("time") > 1.7e9
-    names = {"train/loss": 1.5, "train/tokens": 7, "train/ok": True, "train/note": "x", "train/nothing": None, "train/nested/a": 2}
+    names = {
+        "train/loss": 1.5,
+        "train/tokens": 7,
+        "train/ok": True,
+        "train/note": "x",
+        "train/nothing": None,
+        "train/nested/a": 2,
+    }
     assert row == {"step": 3, **names}
     sinks.close()
     sinks.close()
 
 
-def test_tensors_become_numbers_and_unusable_values_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_become_numbers_and_unusable_values_warn_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_sinks({}, tmp_path) as sinks:
         for step in (1, 2):
-            metrics = {"loss": torch.tensor(0.5), "one": torch.tensor([[3]]), "many": torch.zeros(2), "list": [1, 2], "step": 99}
+            metrics = {
+                "loss": torch.tensor(0.5),
+                "one": torch.tensor([[3]]),
+                "many": torch.zeros(2),
+                "list": [1, 2],
+                "step": 99,
+            }
             sinks.log(metrics, step)
     assert [{key: row[key] for key in row if key != "time"} for row in rows(tmp_path)] == [
         {"step": 1, "loss": 0.5, "one": 3},
@@ -119,7 +138,9 @@ def test_half_written_last_line_of_a_killed_run_is_dropped(tmp_path: Path, cut: 
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
-def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_written_row_is_taken_back_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MetricsFile(tmp_path / FILE_NAME)
     file.append({"step": 1})
     real_write, calls = os.write, []
@@ -139,7 +160,9 @@ def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, mo
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=1, max_size=12))
-def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(steps: list[tuple[bool, int]]) -> None:
+def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(
+    steps: list[tuple[bool, int]],
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory)
         with open_sinks({}, run_dir) as sinks:
@@ -154,8 +177,11 @@ def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), min_size=1, max_size=20))
-def test_a_run_that_goes_back_while_rows_wait_loses_none_and_has_none_twice(changes: list[tuple[bool, bool, int]]) -> None:
-    """As when workers are built anew: the rows of steps that come again go, in the file or not yet there, and the others wait on."""
+def test_a_run_that_goes_back_while_rows_wait_loses_none_and_has_none_twice(
+    changes: list[tuple[bool, bool, int]],
+) -> None:
+    """As when workers are built anew: the rows of steps that come again go, in the file or not yet there, and
+    the others wait on."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir, expected, step = Path(directory), list[tuple[int, float]](), 0
         with open_sinks({}, run_dir) as sinks:
@@ -171,14 +197,18 @@ def test_a_run_that_goes_back_while_rows_wait_loses_none_and_has_none_twice(chan
         assert [(row["step"], row["loss"]) for row in rows(run_dir)] == expected
 
 
-def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sink = MetricsFileSink(tmp_path, most_bytes=3 * len(encoded({"step": 1, "time": 1.5})))
     with MetricSinks([sink], clock=lambda: 1.5) as sinks:
         sinks.log({}, 1)
         with full_disk(tmp_path):
             for step in range(2, 8):
                 sinks.log({}, step)
-        assert "2 rows wait" not in caplog.text and "1 rows wait until it can be written" in caplog.text, "the first time alone"
+        assert "2 rows wait" not in caplog.text and "1 rows wait until it can be written" in caplog.text, (
+            "the first time alone"
+        )
         sinks.log({}, 8)
         assert [row["step"] for row in rows(tmp_path)] == [1, 6, 7, 8]
         assert "could be written again, with all rows that waited; 4 older ones" in caplog.text
@@ -210,7 +240,9 @@ def write_out_of_order(run_dir: Path) -> None:
 
 
 def refuse_new_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(metrics_file.os, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    patch.setattr(
+        metrics_file.os, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
 
 
 def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +258,9 @@ def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch:
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_out_of_order(tmp_path)
     with open_sinks({}, tmp_path) as sinks:
         with monkeypatch.context() as patch:
@@ -236,7 +270,12 @@ def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(tmp_path:
             sinks.log({"loss": 40}, 4)
             sinks.truncate_after(3)
         sinks.log({"loss": 41}, 4)
-    assert [(row["step"], row.get("loss")) for row in rows(tmp_path)] == [(1, None), (2, None), (3, 30), (4, 41)]
+    assert [(row["step"], row.get("loss")) for row in rows(tmp_path)] == [
+        (1, None),
+        (2, None),
+        (3, 30),
+        (4, 41),
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b'{"step": 1, "a'], ids=["empty", "blank", "half a row"])
@@ -293,7 +332,9 @@ def test_failing_sink_stops_neither_training_nor_other_sinks(caplog: pytest.LogC
     sinks.close()
 
 
-def test_unwritable_run_directory_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_run_directory_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "run").write_text("a file where the directory should be")
     with open_sinks({}, tmp_path / "run") as sinks:
         sinks.log({"loss": 1.0}, 1)
@@ -339,7 +380,11 @@ def test_wandb_run_is_continued_and_gets_no_secrets(tmp_path: Path, monkeypatch:
     module = types.ModuleType("wandb")
     module.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config = {"wandb_enabled": True, "wandb": {"project": "p", "name": None}, "log_dir": str(tmp_path / "elsewhere")}
+    config = {
+        "wandb_enabled": True,
+        "wandb": {"project": "p", "name": None},
+        "log_dir": str(tmp_path / "elsewhere"),
+    }
     for _ in range(2):
         with open_sinks(config, tmp_path, {"env_vars": {"HF_TOKEN": "abc"}, "seed": 3}) as sinks:
             sinks.log({"loss": 0.25}, 7, "train")
@@ -353,7 +398,8 @@ def test_wandb_run_is_continued_and_gets_no_secrets(tmp_path: Path, monkeypatch:
 def test_samples_are_a_table_that_goes_with_the_row_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is made beside the steps and may come late: W&B refuses what is of an earlier step than the last row."""
+    """It is made beside the steps and may come late: W&B refuses what is of an earlier step than the last
+    row."""
     logged: list[tuple[dict[str, Any], int | None, bool | None]] = []
 
     def log(row: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
@@ -378,12 +424,18 @@ def test_samples_are_a_table_that_goes_with_the_row_at_hand(
         del module.Table
         sinks.log_samples("train", 4, samples)
     [first, (row, step, commit)] = logged
-    assert first == ({"loss": 1.0}, 4, None) and list(row) == ["samples/train"] and (step, commit) == (None, False)
+    assert (
+        first == ({"loss": 1.0}, 4, None)
+        and list(row) == ["samples/train"]
+        and (step, commit) == (None, False)
+    )
     table = row["samples/train"]
     assert table.columns == ["answer", "mismatch", "reward/right", "reward/form"]
     assert table.data == [["one", "inf", 1.0, None], ["two", 0.5, 0.0, None]]
     assert "failed in write_samples" in caplog.text
-    assert [set(row) for row in rows(tmp_path)] == [{"step", "time", "loss"}], "the file of metrics takes none"
+    assert [set(row) for row in rows(tmp_path)] == [{"step", "time", "loss"}], (
+        "the file of metrics takes none"
+    )
 
 
 def test_a_service_that_cannot_start_does_not_stop_training(
@@ -403,7 +455,9 @@ def test_a_service_that_cannot_start_does_not_stop_training(
 
 @pytest.mark.parametrize("after", ["a row", "a cut"])
 @pytest.mark.parametrize("what", ["removed", "replaced", "replaced and torn"])
-def test_a_file_that_somebody_takes_away_is_missed(after: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_somebody_takes_away_is_missed(
+    after: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "metrics.jsonl"
     with open_sinks({}, tmp_path) as sinks:
         for step in (1, 2, 3):
@@ -418,7 +472,10 @@ def test_a_file_that_somebody_takes_away_is_missed(after: str, what: str, tmp_pa
             sinks.truncate_after(2)
         sinks.log({"loss": 0.5}, 4)
     kept = [1, 2, 3] if what == "removed" else [1, 3]
-    assert [row["step"] for row in read_metrics(path)] == [*(step for step in kept if after == "a row" or step <= 2), 4]
+    assert [row["step"] for row in read_metrics(path)] == [
+        *(step for step in kept if after == "a row" or step <= 2),
+        4,
+    ]
     word = "was removed" if what == "removed" else "was replaced by another file"
     assert caplog.text.count(f"{path} {word} while the run goes on") == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl"]

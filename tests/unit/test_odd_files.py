@@ -1,4 +1,5 @@
-"""Data files that would hang a run or cost it the machine: refused by file and line, with little work and memory."""
+"""Data files that would hang a run or cost it the machine: refused by file and line, with little work and
+memory."""
 
 from __future__ import annotations
 
@@ -38,9 +39,18 @@ def source(path: Path, **more: Any) -> Any:
     return {"path": str(path), "prompt_key": "prompt", "answer_key": "answer", **more}
 
 
-def load(path: Path, tokenizer: Any, with_answers: bool = False, cache: Path | None = None, **more: Any) -> Dataset:
-    config: Any = {"max_input_seq_length": LIMIT, "cache_dir": str(cache or path.parent / "cache"), "cache_gib": None, **more}
-    return load_dataset(source(path) if "train" not in more else more["train"], Reading(config, tokenizer, with_answers))
+def load(
+    path: Path, tokenizer: Any, with_answers: bool = False, cache: Path | None = None, **more: Any
+) -> Dataset:
+    config: Any = {
+        "max_input_seq_length": LIMIT,
+        "cache_dir": str(cache or path.parent / "cache"),
+        "cache_gib": None,
+        **more,
+    }
+    return load_dataset(
+        source(path) if "train" not in more else more["train"], Reading(config, tokenizer, with_answers)
+    )
 
 
 def line(prompt: str = "1+1=", answer: str = "2") -> str:
@@ -89,7 +99,9 @@ def test_a_pipe_in_a_directory_of_data(tmp_path: Path) -> None:
 def test_a_pipe_in_the_directory_of_a_run(name: str, tmp_path: Path, model: str, data: str) -> None:
     os.mkfifo(tmp_path / name)
     (tmp_path / "run.lock").touch()
-    with pytest.raises(ConfigError, match=rf"run_dir = '{tmp_path}': {name} in it is a named pipe, not a file"):
+    with pytest.raises(
+        ConfigError, match=rf"run_dir = '{tmp_path}': {name} in it is a named pipe, not a file"
+    ):
         run(make_config("sft", tmp_path, model, data), PolicyMaker())
     with pytest.raises(DataError, match=rf"{name} in it is a named pipe, not a file"):
         read_run_state(tmp_path)
@@ -107,7 +119,9 @@ def peak() -> Iterator[Callable[[], float]]:
 
 
 @pytest.mark.parametrize(("field", "with_answers"), [("prompt", False), ("answer", True), ("answer", False)])
-def test_a_line_of_ten_megabytes(field: str, with_answers: bool, tmp_path: Path, tokenizer: Any, peak: Callable[[], float]) -> None:
+def test_a_line_of_ten_megabytes(
+    field: str, with_answers: bool, tmp_path: Path, tokenizer: Any, peak: Callable[[], float]
+) -> None:
     """A tokenizer takes 400 bytes for each character of what is tokenized whole."""
     path, text = tmp_path / "long.jsonl", "12 7+ 9=" * (10 * 2**20 // 8)
     path.write_text(line() + line(**{field: text}) + line())
@@ -118,7 +132,9 @@ def test_a_line_of_ten_megabytes(field: str, with_answers: bool, tmp_path: Path,
         assert examples[1].answer_ids == (tokenizer.eos_token_id,) and len(examples[0].answer_ids) > 1
     else:
         with pytest.raises(
-            DataError, match=rf"1 of 3 prompts.* exceed data\.max_input_seq_length = {LIMIT}.*long\.jsonl line 2\): more than"
+            DataError,
+            match=rf"1 of 3 prompts.* exceed data\.max_input_seq_length = {LIMIT}.*long\.jsonl line 2\): "
+            r"more than",
         ):
             load(path, tokenizer, with_answers)
     assert peak() < 300 * 2**20
@@ -142,25 +158,34 @@ def test_a_line_that_no_record_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_text(fits + line("7" * 1000))
     found = rows_of(source(path))
     assert len(next(found)[1]["prompt"]) == 999 - len(line(""))
-    with pytest.raises(DataError, match=r"one\.jsonl line 2 has more than 1,000 characters.*one JSON object a line$"):
+    with pytest.raises(
+        DataError, match=r"one\.jsonl line 2 has more than 1,000 characters.*one JSON object a line$"
+    ):
         next(found)
     path.write_text("[" + line() * 100)
     with pytest.raises(DataError, match=r"one\.jsonl line 1 is not JSON.*jq -c"):
         next(read_records(source(path)))
     path.write_text(" [" + line().strip() * 100)
-    with pytest.raises(DataError, match=r"one\.jsonl line 1 has more than 1,000 characters.*jq -c '\.\[\]' makes lines of one list"):
+    with pytest.raises(
+        DataError,
+        match=r"one\.jsonl line 1 has more than 1,000 characters.*jq -c '\.\[\]' makes lines of one list",
+    ):
         next(rows_of(source(path)))
 
 
 @pytest.mark.parametrize("size", [0, 1, LIMIT, 4096 + 8 * LIMIT, 4097 + 8 * LIMIT, 30_000, 100_001])
 def test_the_beginning_of_a_text_says_that_it_is_too_long_only_where_it_is(size: int, tokenizer: Any) -> None:
-    """Also of texts of which a token has many characters: what is not certain from the beginning is tokenized whole."""
+    """Also of texts of which a token has many characters: what is not certain from the beginning is tokenized
+    whole."""
     encoder = PromptEncoder(tokenizer)
     for text in ("1" * size, " " * size, "9+8=" * (size // 4)):
         tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         beginning = encoder.beginning(text, LIMIT)
         if len(beginning) < len(text):
-            assert len(tokenizer(beginning, add_special_tokens=False)["input_ids"]) > 2 * LIMIT and tokens > LIMIT
+            assert (
+                len(tokenizer(beginning, add_special_tokens=False)["input_ids"]) > 2 * LIMIT
+                and tokens > LIMIT
+            )
         assert text.startswith(beginning) and (tokens > LIMIT or beginning == text)
 
 
@@ -172,7 +197,9 @@ def test_a_long_text_of_few_tokens_stays_whole(tokenizer: Any) -> None:
     assert len(text) > long_text(LIMIT) and PromptEncoder(with_longest).beginning(text, LIMIT) == text
 
 
-def test_texts_that_are_tokenized_together_are_bounded(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_are_tokenized_together_are_bounded(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(line(f"{number}+1=", str(number + 1)) for number in range(40)))
     whole = load(path, tokenizer, cache=tmp_path / "one")
@@ -202,7 +229,9 @@ def test_nested_records(depth: int, brackets: str, tmp_path: Path, tokenizer: An
     path.write_text(line() + '{"prompt": ' + opening * depth + "1" + closing * depth + ', "answer": "2"}\n')
     with pytest.raises(DataError, match=r"deep\.jsonl line 2") as refused:
         load(path, tokenizer)
-    assert len(str(refused.value)) < 2000 and ("nests deeper than 64 levels" in str(refused.value)) == (depth > 64)
+    assert len(str(refused.value)) < 2000 and ("nests deeper than 64 levels" in str(refused.value)) == (
+        depth > 64
+    )
 
 
 def test_nested_tools_in_text(tmp_path: Path) -> None:
@@ -212,7 +241,9 @@ def test_nested_tools_in_text(tmp_path: Path) -> None:
         list(read_records(source(path, tools_key="tools")))
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "a: " + "{b: " * 100_000, "a: " + "[" * 400 + "]" * 400, "- " * 100_000])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 100_000, "a: " + "{b: " * 100_000, "a: " + "[" * 400 + "]" * 400, "- " * 100_000]
+)
 def test_nested_configurations(text: str, tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text(f"seed: 1\n{text}\n" if not text.startswith("-") else text)
@@ -220,7 +251,10 @@ def test_nested_configurations(text: str, tmp_path: Path) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("override", ["seed=" + "[" * 100_000, "+a=" + "{b: " * 5_000, "+a=" + "[" * 400 + "]" * 400, "+a=" + "${" * 5_000])
+@pytest.mark.parametrize(
+    "override",
+    ["seed=" + "[" * 100_000, "+a=" + "{b: " * 5_000, "+a=" + "[" * 400 + "]" * 400, "+a=" + "${" * 5_000],
+)
 def test_nested_overrides(override: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 1\n")
@@ -239,7 +273,9 @@ def test_a_file_that_grows_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     next(found)
     with path.open("a") as stream:
         stream.write(line())
-    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: it had \d+ bytes and has \d+\. Fix"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl changed while it was read: it had \d+ bytes and has \d+\. Fix"
+    ):
         list(found)
 
 
@@ -256,7 +292,9 @@ def test_a_file_that_grows_faster_than_it_is_read_has_an_end(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", ["shrinks", "other answers", "half a line", "torn"])
-def test_a_file_that_changes_leaves_no_tokens_behind(change: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_leaves_no_tokens_behind(
+    change: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tokens would be kept under what its bytes were before."""
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     path.write_text(line() * 50)
@@ -276,7 +314,10 @@ def test_a_file_that_changes_leaves_no_tokens_behind(change: str, tmp_path: Path
         return before
 
     monkeypatch.setattr(data_sets, "content_digest", then_changed)
-    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: its content is another one than when it was begun\. Fix"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl changed while it was read: its content is another one than when it was begun\. Fix",
+    ):
         load(path, tokenizer, cache=cache)
     assert not cache.exists() or not list(cache.iterdir())
     path.write_text(line() * 50)
@@ -298,7 +339,9 @@ def test_kept_tokens_that_are_cut_off_under_a_run(
     assert file.stat().st_size > 800
     os.truncate(file, left)
     with pytest.raises(
-        DataError, match=rf"{name} was cut off while the run used it: \d+ of \d+ bytes are there\. Fix: start the run again"
+        DataError,
+        match=rf"{name} was cut off while the run used it: \d+ of \d+ bytes are there\. Fix: start the run "
+        r"again",
     ):
         list(examples)
     assert list(load(path, tokenizer, cache=cache).examples) == expected

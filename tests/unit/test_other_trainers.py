@@ -1,4 +1,5 @@
-"""Keys and options of TRL, verl and torchtitan: each is answered with what to write, by the real command line and for files."""
+"""Keys and options of TRL, verl and torchtitan: each is answered with what to write, by the real command line
+and for files."""
 
 from __future__ import annotations
 
@@ -67,12 +68,19 @@ def test_what_is_to_be_written_are_keys_that_there_are(trainer: str) -> None:
 
 def test_keys_of_an_algorithm_are_those_of_each_that_has_them() -> None:
     known = set(known_paths(run_type(None)))
-    shared = {name for table in FOREIGN_KEYS.values() for text in table.values() for name in re.findall(r"\{algorithm\}(\.\w+)", text)}
+    shared = {
+        name
+        for table in FOREIGN_KEYS.values()
+        for text in table.values()
+        for name in re.findall(r"\{algorithm\}(\.\w+)", text)
+    }
     for name in shared - {".num_generations_per_prompt", ".num_prompts_per_step"}:
         assert f"grpo{name}" in known and f"ppo{name}" in known
 
 
-@pytest.mark.parametrize(("trainer", "table"), [(trainer, FOREIGN_KEYS[trainer]) for trainer in ("TRL", "torchtitan")])
+@pytest.mark.parametrize(
+    ("trainer", "table"), [(trainer, FOREIGN_KEYS[trainer]) for trainer in ("TRL", "torchtitan")]
+)
 def test_every_option_is_answered_in_one_list(
     trainer: str, table: Mapping[str, str], config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,9 +95,16 @@ def test_every_option_is_answered_in_one_list(
     assert "did you mean 'grpo.num_prompts_per_step'?" in line_of(shown, "grpo.num_promts_per_step")
 
 
-@pytest.mark.parametrize(("trainer", "table"), [(trainer, table) for trainer, table in FOREIGN_KEYS.items() if trainer != "NeMo-RL"])
+@pytest.mark.parametrize(
+    ("trainer", "table"),
+    [(trainer, table) for trainer, table in FOREIGN_KEYS.items() if trainer != "NeMo-RL"],
+)
 def test_every_key_is_answered_as_an_override_and_in_a_file(
-    trainer: str, table: Mapping[str, str], config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: str,
+    table: Mapping[str, str],
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = refusal(capsys, str(config_file), *(f"{key}=7" for key in table))
     written: dict[str, Any] = {**raw_grpo(), "algorithm": {}} if trainer == "verl" else raw_grpo()
@@ -108,28 +123,47 @@ def test_every_key_is_answered_as_an_override_and_in_a_file(
 @pytest.mark.parametrize("section", ["policy", "critic"])
 def test_a_removed_key_is_answered_in_the_section_of_any_model(section: str) -> None:
     _, [violation] = without_foreign_keys(changed(raw_ppo(), {f"{section}.on_oom": "split"}))
-    assert violation.key == f"{section}.on_oom" and violation.fix.startswith("remove it: a micro-batch without room ends the run")
+    assert violation.key == f"{section}.on_oom" and violation.fix.startswith(
+        "remove it: a micro-batch without room ends the run"
+    )
 
 
 def test_what_is_in_no_table_is_answered_too(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["actor_rollout_ref.rollout.agent.num_workers=8", "--metrics.disable_color", "--num-generation", "8", "--foo.bar=1"]
+    words = [
+        "actor_rollout_ref.rollout.agent.num_workers=8",
+        "--metrics.disable_color",
+        "--num-generation",
+        "8",
+        "--foo.bar=1",
+    ]
     shown = refusal(capsys, *words, "--grpo.max_num_steps", "3", "--dryrun", str(config_file))
-    assert "megarl keys workers looks for a counterpart" in line_of(shown, "actor_rollout_ref.rollout.agent.num_workers")
+    assert "megarl keys workers looks for a counterpart" in line_of(
+        shown, "actor_rollout_ref.rollout.agent.num_workers"
+    )
     assert "torchtitan has this section" in line_of(shown, "--metrics.disable_color")
     assert line_of(shown, "--num-generation").endswith("write grpo.num_generations_per_prompt=8")
     assert "there is no such option" in line_of(shown, "--foo.bar")
     assert line_of(shown, "--grpo.max_num_steps").endswith("write grpo.max_num_steps=3")
     assert line_of(shown, "--dryrun").endswith("write --dry-run")
-    assert "6 configuration errors" in shown and shown.startswith("usage: megarl train CONFIG [key=value ...]")
+    assert "6 configuration errors" in shown and shown.startswith(
+        "usage: megarl train CONFIG [key=value ...]"
+    )
 
 
-def test_algorithm_and_backend_decide_what_is_to_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_algorithm_and_backend_decide_what_is_to_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = raw_dpo()
-    config["policy"] |= {"megatron_cfg": {"enabled": False}, "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}}
+    config["policy"] |= {
+        "megatron_cfg": {"enabled": False},
+        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2},
+    }
     config["policy"]["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6}}
     path = tmp_path / "dpo.yaml"
     path.write_text(yaml.safe_dump(config))
-    shown = refusal(capsys, str(path), "max_steps=5", "learning_rate=1e-6", "parallelism.tensor_parallel_degree=4")
+    shown = refusal(
+        capsys, str(path), "max_steps=5", "learning_rate=1e-6", "parallelism.tensor_parallel_degree=4"
+    )
     assert "write dpo.max_num_steps=5" in shown
     assert "write policy.optimizer.kwargs.lr=1e-6" in shown
     assert "write policy.dtensor_cfg.tensor_parallel_size=4" in shown
@@ -145,7 +179,9 @@ def test_algorithm_and_backend_decide_what_is_to_be_written(tmp_path: Path, caps
         (["actor_rollout_ref.rollout.n=8"], "1gpu"),
     ],
 )
-def test_a_missing_recipe_is_named_with_likely_ones(words: list[str], likeliest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_recipe_is_named_with_likely_ones(
+    words: list[str], likeliest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = refusal(capsys, *words)
     assert "neither a recipe nor a YAML file is named" in shown and likeliest in line_of(shown, "CONFIG")
     assert shown.count(" = ") == 1 + sum(word.startswith(("--", "actor")) for word in words)
@@ -159,7 +195,10 @@ def test_a_recipe_may_stand_anywhere(config_file: Path, capsys: pytest.CaptureFi
 
 def test_mistakes_beside_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     shown = refusal(capsys, "grpo-gsm", "--max_steps", "5")
-    assert "there is neither such a file nor such a recipe" in shown and "grpo-gsm8k-qwen2.5-1.5b-1gpu-megatron" in shown
+    assert (
+        "there is neither such a file nor such a recipe" in shown
+        and "grpo-gsm8k-qwen2.5-1.5b-1gpu-megatron" in shown
+    )
     assert "write grpo.max_num_steps=5" in shown
 
 
@@ -173,7 +212,10 @@ def test_other_commands_that_take_a_configuration(command: str, capsys: pytest.C
         main([*command.split(), "--num_generations", "8"])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"usage: megarl {command.split()[0]}") and "write grpo.num_generations_per_prompt=8" in shown
+    assert (
+        shown.startswith(f"usage: megarl {command.split()[0]}")
+        and "write grpo.num_generations_per_prompt=8" in shown
+    )
 
 
 def test_an_algorithm_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:

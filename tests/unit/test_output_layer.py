@@ -1,4 +1,5 @@
-"""What an output layer is asked for: log-probabilities a chunk of positions at a time against float64, and selected positions."""
+"""What an output layer is asked for: log-probabilities a chunk of positions at a time against float64, and
+selected positions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from megarl.models.huggingface.passes import forward_backward, output_of
 from tests import kept_tokens
 from tests.unit.test_logprobs import expected_logprobs
 
-SAMPLINGS = [MODEL_ITSELF, SamplingSettings(temperature=0.7), SamplingSettings(temperature=1.3, top_k=5), SamplingSettings(top_p=0.6)]
+SAMPLINGS = [
+    MODEL_ITSELF,
+    SamplingSettings(temperature=0.7),
+    SamplingSettings(temperature=1.3, top_k=5),
+    SamplingSettings(top_p=0.6),
+]
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -43,7 +49,8 @@ def request(
 
 
 def with_gradients(asked: Request, *leaves: Tensor | None) -> list[Tensor | None]:
-    """Log-probabilities, and entropies, of ``hidden``, ``weight`` and ``bias``, and the gradients of a weighted sum of them."""
+    """Log-probabilities, and entropies, of ``hidden``, ``weight`` and ``bias``, and the gradients of a
+    weighted sum of them."""
     own = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
     assert own[0] is not None and own[1] is not None
     scores = asked.scores(asked.output(own[0], own[1], own[2]))
@@ -98,12 +105,16 @@ def test_a_sum_over_many_chunks_loses_nothing() -> None:
     leaf = weight.clone().requires_grad_()
     asked.output(hidden, leaf, None).sum().backward()
     assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(leaf.grad[0], torch.full((4,), 2000 * 2 / 3, dtype=torch.bfloat16), atol=0, rtol=5e-3)
+    torch.testing.assert_close(
+        leaf.grad[0], torch.full((4,), 2000 * 2 / 3, dtype=torch.bfloat16), atol=0, rtol=5e-3
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_no_position_at_all(chunk_size: int | None) -> None:
-    found, *gradients = with_gradients(request(0, 11, MODEL_ITSELF, chunk_size), normal(0, 5, seed=1), normal(11, 5, seed=2), None)
+    found, *gradients = with_gradients(
+        request(0, 11, MODEL_ITSELF, chunk_size), normal(0, 5, seed=1), normal(11, 5, seed=2), None
+    )
     assert found is not None and found.shape == (0,)
     assert gradients[0] is not None and gradients[1] is not None and not gradients[1].any()
 
@@ -192,7 +203,9 @@ def test_an_output_layer_of_another_kind_answers_nothing() -> None:
     given = laid_out(torch.tensor([[0, 1, 0]]), [3])
     (found,) = forward_backward(model, [given], LogprobHead(VocabularyShard(11)), backward=False)
     assert found.tensors["logprobs"].count_nonzero() == 2
-    with pytest.raises(ModelError, match=r"Model has an output layer that is no plain linear layer\. Fix: set it to null"):
+    with pytest.raises(
+        ModelError, match=r"Model has an output layer that is no plain linear layer\. Fix: set it to null"
+    ):
         forward_backward(model, [given], LogprobHead(VocabularyShard(11), chunk_size=1), backward=False)
 
 
@@ -213,12 +226,19 @@ def test_rows_are_those_of_the_index(sequence_first: bool) -> None:
     for index in (None, torch.tensor([1, 4, 11]), torch.tensor([], dtype=torch.int64)):
         given = hidden.transpose(0, 1).contiguous() if sequence_first else hidden
         expected = hidden.reshape(12, 2) if index is None else hidden.reshape(12, 2)[index]
-        assert torch.equal(request(1, 3, MODEL_ITSELF, None, index).rows(given, sequence_first=sequence_first), expected)
+        assert torch.equal(
+            request(1, 3, MODEL_ITSELF, None, index).rows(given, sequence_first=sequence_first), expected
+        )
 
 
 def test_the_mask_of_a_batch() -> None:
     data = {"token_mask": torch.tensor([[0.0, 1.0], [1.0, 0.5]])}
     assert under_mask(data).tolist() == [[False, True], [True, True]]
-    assert under_mask({**data, "sample_mask": torch.tensor([0.0, 1.0])}).tolist() == [[False, False], [True, True]]
-    moved = move_to({**data, "input_lengths": torch.tensor([2, 2])}, torch.device("cpu"), wanted=under_mask(data))
+    assert under_mask({**data, "sample_mask": torch.tensor([0.0, 1.0])}).tolist() == [
+        [False, False],
+        [True, True],
+    ]
+    moved = move_to(
+        {**data, "input_lengths": torch.tensor([2, 2])}, torch.device("cpu"), wanted=under_mask(data)
+    )
     assert torch.equal(moved[WANTED], under_mask(data))

@@ -1,4 +1,5 @@
-"""The packers: every sequence once, never over capacity, wanted bin counts, and quality against the lower bound."""
+"""The packers: every sequence once, never over capacity, wanted bin counts, and quality against the lower
+bound."""
 
 from __future__ import annotations
 
@@ -33,8 +34,14 @@ from megarl.errors import PackingError
 from megarl.models.policy import SequencePackingConfig
 
 ALGORITHMS = list(PackingAlgorithm)
-# Mean, capacity and log-normal spread of typical rollouts. Much narrower spreads leave gaps that no decreasing-fit algorithm fills.
-PROFILES = {"short": (1060, 4096, 0.7), "tight": (3200, 4096, 0.35), "medium": (5700, 8192, 0.35), "agentic": (31000, 131072, 0.7)}
+# Mean, capacity and log-normal spread of typical rollouts. Much narrower spreads leave gaps that no
+# decreasing-fit algorithm fills.
+PROFILES = {
+    "short": (1060, 4096, 0.7),
+    "tight": (3200, 4096, 0.35),
+    "medium": (5700, 8192, 0.35),
+    "agentic": (31000, 131072, 0.7),
+}
 
 
 def profile_lengths(profile: str, count: int, seed: int) -> list[int]:
@@ -54,7 +61,9 @@ def reference_fit(lengths: Sequence[int], order: Sequence[int], capacity: int, b
         if not fitting:
             bins.append([index])
         else:
-            bins[min(fitting, key=lambda number: (room[number], number)) if best else fitting[0]].append(index)
+            bins[min(fitting, key=lambda number: (room[number], number)) if best else fitting[0]].append(
+                index
+            )
     return bins
 
 
@@ -79,7 +88,9 @@ def check_solution(bins: Sequence[Sequence[int]], lengths: Sequence[int], capaci
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_every_sequence_once_within_capacity_with_the_wanted_number_of_bins(algorithm: PackingAlgorithm, data: st.DataObject) -> None:
+def test_every_sequence_once_within_capacity_with_the_wanted_number_of_bins(
+    algorithm: PackingAlgorithm, data: st.DataObject
+) -> None:
     capacity = data.draw(st.integers(1, 40))
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=30))
     minimum, multiple = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
@@ -87,7 +98,9 @@ def test_every_sequence_once_within_capacity_with_the_wanted_number_of_bins(algo
     natural = len(get_packer(algorithm, capacity, seed=3).pack(lengths))
     wanted = -(-max(natural, minimum) // multiple) * multiple
     if wanted > len(lengths):
-        with pytest.raises(ValueError, match=f"Cannot create {wanted} bins with only {len(lengths)} sequences"):
+        with pytest.raises(
+            ValueError, match=f"Cannot create {wanted} bins with only {len(lengths)} sequences"
+        ):
             packer.pack(lengths)
         return
     bins = packer.pack(lengths)
@@ -102,13 +115,19 @@ def test_fits_equal_a_scan_over_all_bins(lengths: list[int]) -> None:
     capacity, given_order = 17, list(range(len(lengths)))
     falling = sorted(given_order, key=lambda index: -lengths[index])
     assert FirstFitPacker(capacity).pack(lengths) == reference_fit(lengths, given_order, capacity, best=False)
-    assert FirstFitDecreasingPacker(capacity).pack(lengths) == reference_fit(lengths, falling, capacity, best=False)
-    assert BestFitDecreasingPacker(capacity).pack(lengths) == reference_fit(lengths, falling, capacity, best=True)
+    assert FirstFitDecreasingPacker(capacity).pack(lengths) == reference_fit(
+        lengths, falling, capacity, best=False
+    )
+    assert BestFitDecreasingPacker(capacity).pack(lengths) == reference_fit(
+        lengths, falling, capacity, best=True
+    )
 
 
 @settings(max_examples=80)
 @given(capacity=st.integers(1, 14), data=st.data())
-def test_lower_bound_never_exceeds_the_optimum_nor_falls_below_the_plain_sum(capacity: int, data: st.DataObject) -> None:
+def test_lower_bound_never_exceeds_the_optimum_nor_falls_below_the_plain_sum(
+    capacity: int, data: st.DataObject
+) -> None:
     lengths = data.draw(st.lists(st.integers(0, capacity), max_size=6))
     bound = martello_toth_lower_bound(lengths, capacity)
     assert -(-sum(lengths) // capacity) <= bound <= least_bins(lengths, capacity)
@@ -119,7 +138,9 @@ def reference_lower_bound(lengths: Sequence[int], capacity: int) -> int:
     best = 0
     for threshold in range(capacity // 2 + 1):
         alone = [length for length in lengths if length > capacity - threshold]
-        above_half = [length for length in lengths if capacity - threshold >= length and 2 * length > capacity]
+        above_half = [
+            length for length in lengths if capacity - threshold >= length and 2 * length > capacity
+        ]
         small = [length for length in lengths if 2 * length <= capacity and length >= threshold]
         missing = sum(small) - (len(above_half) * capacity - sum(above_half))
         best = max(best, len(alone) + len(above_half) + max(0, -(-missing // capacity)))
@@ -153,9 +174,15 @@ def test_best_fit_decreasing_is_within_one_bin_of_the_bound(profile: str, count:
         assert len(bins) - martello_toth_lower_bound(lengths, capacity) <= 1, (profile, seed)
 
 
-@pytest.mark.parametrize("algorithm", [PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING, PackingAlgorithm.BEST_FIT_DECREASING])
-@pytest.mark.parametrize("multiple, least, most", [(1, 0.955, 1.0), (32, 0.91, 0.97), (64, 0.85, 0.92), (256, 0.60, 0.80)])
-def test_efficiency_with_alignment(algorithm: PackingAlgorithm, multiple: int, least: float, most: float) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING, PackingAlgorithm.BEST_FIT_DECREASING]
+)
+@pytest.mark.parametrize(
+    "multiple, least, most", [(1, 0.955, 1.0), (32, 0.91, 0.97), (64, 0.85, 0.92), (256, 0.60, 0.80)]
+)
+def test_efficiency_with_alignment(
+    algorithm: PackingAlgorithm, multiple: int, least: float, most: float
+) -> None:
     generator = random.Random(42)
     lengths = [generator.randint(50, 800) for _ in range(1024)]
     padded = [-(-length // multiple) * multiple for length in lengths]
@@ -191,8 +218,9 @@ def test_concatenative_keeps_input_order_also_when_bins_are_added() -> None:
 
 
 def test_modified_first_fit_decreasing_follows_its_five_phases() -> None:
-    # Capacity 60: large above 30, medium above 20, small above 10, tiny the rest. Beside 58 and 36 no medium fits, so 36 takes the pair of
-    # small ones; 33 takes the largest medium that fits, 27, and leaves 28 to 32.
+    # Capacity 60: large above 30, medium above 20, small above 10, tiny the rest. Beside 58 and 36 no medium
+    # fits, so 36 takes the pair of small ones; 33 takes the largest medium that fits, 27, and leaves 28 to
+    # 32.
     lengths = [58, 32, 33, 36, 27, 28, 11, 12, 5, 3, 2]
     bins = ModifiedFirstFitDecreasingPacker(60).pack(lengths)
     as_lengths = [[lengths[index] for index in members] for members in bins]
@@ -220,7 +248,9 @@ def test_edges_and_bad_input(algorithm: PackingAlgorithm) -> None:
     assert packer.pack([]) == []
     assert packer.pack([10]) == [[0]]
     assert len(packer.pack([10, 10, 10])) == 3
-    with pytest.raises(ValueError, match=r"sequence 1 has length 11, which exceeds bin_capacity = 10.*at least 12"):
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has length 11, which exceeds bin_capacity = 10.*at least 12"
+    ):
         packer.pack([1, 11, 12])
     with pytest.raises(ValueError, match="negative"):
         packer.pack([1, -1])
@@ -264,7 +294,9 @@ def test_a_configuration_may_name_each_of_them_and_no_other() -> None:
 
 @settings(max_examples=60)
 @given(shards=st.integers(1, 5), rounds=st.integers(0, 6), data=st.data())
-def test_dealing_is_a_permutation_with_no_shard_more_than_one_bin_ahead(shards: int, rounds: int, data: st.DataObject) -> None:
+def test_dealing_is_a_permutation_with_no_shard_more_than_one_bin_ahead(
+    shards: int, rounds: int, data: st.DataObject
+) -> None:
     costs = data.draw(st.lists(st.integers(0, 1000), min_size=shards * rounds, max_size=shards * rounds))
     dealt = deal_bins(costs, shards)
     assert sorted(dealt) == list(range(len(costs)))

@@ -9,17 +9,31 @@ import pytest
 from megarl.data.packing import PackingMetrics, get_packer
 
 KEYS = {
-    "num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste", "average_utilization", "waste_ratio",
-    "bin_balance", "theoretical_min_bins", "bin_efficiency",
-}  # fmt: skip
+    "num_sequences",
+    "num_bins",
+    "total_sequence_length",
+    "total_bin_capacity",
+    "total_waste",
+    "average_utilization",
+    "waste_ratio",
+    "bin_balance",
+    "theoretical_min_bins",
+    "bin_efficiency",
+}
 
 
 def test_statistics_of_one_packing() -> None:
     stats = PackingMetrics().calculate_stats_only([7, 2, 3, 4], [[0, 1], [2], [3]], bin_capacity=10)
     assert set(stats) == KEYS
     assert stats["num_sequences"] == 4 and stats["num_bins"] == 3
-    assert stats["total_sequence_length"] == 16 and stats["total_bin_capacity"] == 30 and stats["total_waste"] == 14
-    assert stats["average_utilization"] == pytest.approx(16 / 30) and stats["waste_ratio"] == pytest.approx(14 / 30)
+    assert (
+        stats["total_sequence_length"] == 16
+        and stats["total_bin_capacity"] == 30
+        and stats["total_waste"] == 14
+    )
+    assert stats["average_utilization"] == pytest.approx(16 / 30) and stats["waste_ratio"] == pytest.approx(
+        14 / 30
+    )
     assert stats["bin_balance"] == pytest.approx(1 - (9 - 3) / 10)
     assert stats["theoretical_min_bins"] == 2 and stats["bin_efficiency"] == pytest.approx(2 / 3)
 

@@ -1,4 +1,5 @@
-"""Batches on their way to another process: what arrives is equal to the bit, may be written to, and left out what can be made anew."""
+"""Batches on their way to another process: what arrives is equal to the bit, may be written to, and left out
+what can be made anew."""
 
 from __future__ import annotations
 
@@ -19,13 +20,23 @@ from megarl.distributed.parcels import Packer
 from megarl.models.policy.batch_plan import shard_batch
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """What arrives of it, with arrays in memory that cannot be written to, as in Ray's store; and the bytes of these arrays."""
+    """What arrives of it, with arrays in memory that cannot be written to, as in Ray's store; and the bytes
+    of these arrays."""
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     stored = [bytes(buffer.raw()) for buffer in buffers]
@@ -78,15 +89,23 @@ def zeros_and_ones(column: Tensor) -> Tensor:
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "all": lambda column, lengths: column,
     "padded with 0": lambda column, lengths: padded(column, lengths, zero(column.dtype)),
-    "padded with another": lambda column, lengths: padded(column, lengths, column.reshape(-1)[-1:].reshape(*[1] * column.ndim)),
+    "padded with another": lambda column, lengths: padded(
+        column, lengths, column.reshape(-1)[-1:].reshape(*[1] * column.ndim)
+    ),
     "zeros and ones": lambda column, lengths: padded(zeros_and_ones(column), lengths, zero(column.dtype)),
-    "zeros and negative zeros": lambda column, lengths: padded((column != column).float(), lengths, torch.tensor([-0.0])).to(column.dtype),
+    "zeros and negative zeros": lambda column, lengths: padded(
+        (column != column).float(), lengths, torch.tensor([-0.0])
+    ).to(column.dtype),
     "one of a row": lambda column, lengths: column[:, :1].expand(column.shape).contiguous(),
     "one of a row, expanded": lambda column, lengths: column[:, :1].expand(column.shape),
-    "one of a row, padded": lambda column, lengths: padded(column[:, :1].expand(column.shape), lengths, zero(column.dtype)),
-    "columns of a wider one": lambda column, lengths: torch.cat([column, column], dim=1)[:, : column.shape[1]],
+    "one of a row, padded": lambda column, lengths: padded(
+        column[:, :1].expand(column.shape), lengths, zero(column.dtype)
+    ),
+    "columns of a wider one": lambda column, lengths: torch.cat([column, column], dim=1)[
+        :, : column.shape[1]
+    ],
     "every other row": lambda column, lengths: torch.cat([column, column])[::2],
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -98,7 +117,9 @@ def batches(draw: st.DrawFn) -> BatchedDataDict[Any]:
     for number in range(draw(st.integers(0, 4))):
         dtype = draw(st.sampled_from(DTYPES))
         column = full(dtype, (rows, width, *draw(st.sampled_from([(), (), (3,), (0,)]))), generator)
-        columns[f"column {number}"] = KINDS[draw(st.sampled_from(sorted(KINDS)))](column, lengths) if column.numel() else column
+        columns[f"column {number}"] = (
+            KINDS[draw(st.sampled_from(sorted(KINDS)))](column, lengths) if column.numel() else column
+        )
     if draw(st.booleans()):
         columns[draw(st.sampled_from(["input_lengths", "unpadded_sequence_lengths"]))] = lengths
     columns["flat"] = full(draw(st.sampled_from(DTYPES)), (rows,), generator)
@@ -125,7 +146,9 @@ def test_dealt_rows_arrive_as_their_shard(batch: BatchedDataDict[Any], data: st.
 
 
 def test_the_plan_of_micro_batches_arrives_too() -> None:
-    batch = BatchedDataDict({"input_ids": torch.arange(12).reshape(4, 3), "input_lengths": torch.tensor([1, 3, 2, 3])})
+    batch = BatchedDataDict(
+        {"input_ids": torch.arange(12).reshape(4, 3), "input_lengths": torch.tensor([1, 3, 2, 3])}
+    )
     packing = {"enabled": True, "train_mb_tokens": 6, "logprob_mb_tokens": 6}
     policy = {"fsdp1_cfg": {"enabled": True}, "sequence_packing": packing}
     dealt = shard_batch(batch, policy, 2, phase="train")
@@ -140,7 +163,9 @@ def test_the_plan_of_micro_batches_arrives_too() -> None:
 
 @pytest.mark.parametrize("lengths", [[2, 0, 4], [9, 2, 3], [-1, 2, 3], [2.0, 2.0, 2.0], [[1], [2], [3]]])
 def test_lengths_that_do_not_fit_cut_nothing(lengths: list[Any]) -> None:
-    batch = BatchedDataDict({"input_ids": torch.arange(15).reshape(3, 5), "input_lengths": torch.tensor(lengths)})
+    batch = BatchedDataDict(
+        {"input_ids": torch.arange(15).reshape(3, 5), "input_lengths": torch.tensor(lengths)}
+    )
     require_equal(sent(batch)[0], batch)
 
 
@@ -154,7 +179,11 @@ def test_what_is_no_plain_tensor_travels_as_it_is() -> None:
         "scalars": [1, None],
     }
     arrived, _ = sent(BatchedDataDict(odd))
-    assert arrived["gradient"].requires_grad and type(arrived["parameter"]) is torch.nn.Parameter and arrived["sparse"].is_sparse
+    assert (
+        arrived["gradient"].requires_grad
+        and type(arrived["parameter"]) is torch.nn.Parameter
+        and arrived["sparse"].is_sparse
+    )
     for name in ("complex", "negated", "gradient"):
         assert torch.equal(arrived[name], odd[name])
     [deal] = BatchedDataDict({"complex": odd["complex"], "scalars": odd["scalars"]}).deal(1)
@@ -162,7 +191,8 @@ def test_what_is_no_plain_tensor_travels_as_it_is() -> None:
 
 
 def test_padding_masks_and_repeated_values_stay_behind() -> None:
-    """A training batch of 64 rows, 39 % of 512 positions real: at most the bytes of its valid positions, far below in fact."""
+    """A training batch of 64 rows, 39 % of 512 positions real: at most the bytes of its valid positions, far
+    below in fact."""
     rows, width = 64, 512
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(16, 384, (rows,), generator=generator)

@@ -15,8 +15,13 @@ TABLES = read_table("parity_case.yaml")
 
 
 def test_a_line_says_only_what_is_not_default_and_reads_back() -> None:
-    case = Case(seed=7, tp=2, sp=True, loss="pg+kl:0.02+dual", temperature=0.7, clip=0.05, batching="packed", room=12)
-    assert str(case) == "backend=megatron seed=7 tp=2 sp=1 batching=packed room=12 loss=pg+kl:0.02+dual temperature=0.7 clip=0.05"
+    case = Case(
+        seed=7, tp=2, sp=True, loss="pg+kl:0.02+dual", temperature=0.7, clip=0.05, batching="packed", room=12
+    )
+    assert str(case) == (
+        "backend=megatron seed=7 tp=2 sp=1 batching=packed room=12 loss=pg+kl:0.02+dual temperature=0.7 "
+        "clip=0.05"
+    )
     assert parse(str(case)) == case
 
 
@@ -28,10 +33,26 @@ def test_the_default_case_is_a_short_line() -> None:
 def test_every_field_survives_its_line() -> None:
     case = Case(backend="megatron", family="qwen3_moe", batching="dynamic")
     other = {int: 3, float: 0.5, bool: True}
-    names = {"rope": "yarn", "dispatcher": "allgather", "balance": "seq", "masked": "rank", "loss": "dpo+sft", "optimizer": "sgd"}
-    names |= {"router": "fp64", "comm": "p2p", "schedule": "cosine", "decay": "linear", "precision": "bfloat16", "layout": "Et*2|tL"}
+    names = {
+        "rope": "yarn",
+        "dispatcher": "allgather",
+        "balance": "seq",
+        "masked": "rank",
+        "loss": "dpo+sft",
+        "optimizer": "sgd",
+    }
+    names |= {
+        "router": "fp64",
+        "comm": "p2p",
+        "schedule": "cosine",
+        "decay": "linear",
+        "precision": "bfloat16",
+        "layout": "Et*2|tL",
+    }
     for field in dataclasses.fields(Case)[2:]:
-        value = other.get(type(field.default)) if not isinstance(field.default, str) else names.get(field.name)
+        value = (
+            other.get(type(field.default)) if not isinstance(field.default, str) else names.get(field.name)
+        )
         if value is None or field.name in ("offload", "packer", "plan", "segments"):
             continue
         changed = dataclasses.replace(case, **{field.name: value})
@@ -53,13 +74,24 @@ def test_a_wrong_word_is_named_with_what_would_do(line: str, words: list[str]) -
 def test_numbers_of_options_are_those_of_the_line_or_the_first_ones() -> None:
     case = parse("loss=pg+kl:0.5+is+icepop:none:1.2+dual advantages=grpo+clip:-1:none")
     assert case.loss_options == {"kl", "is", "icepop", "dual"} and case.advantages_options == {"clip"}
-    assert (case.loss_number("kl"), case.loss_number("dual"), case.loss_numbers("icepop")) == (0.5, 1.5, (None, 1.2))
+    assert (case.loss_number("kl"), case.loss_number("dual"), case.loss_numbers("icepop")) == (
+        0.5,
+        1.5,
+        (None, 1.2),
+    )
     assert case.loss_numbers("cliprange") == (0.2, 0.28)
 
 
 def test_sizes_follow_from_factors() -> None:
     case = Case(kv=2, group=3, width=7, mbs=2, micro=3, dp=2, tp=2, sp=True, cp=2)
-    assert (case.heads, case.hidden, case.global_batch, case.total_rows, case.world, case.share) == (6, 42, 12, 24, 8, 8)
+    assert (case.heads, case.hidden, case.global_batch, case.total_rows, case.world, case.share) == (
+        6,
+        42,
+        12,
+        24,
+        8,
+        8,
+    )
     assert dataclasses.replace(case, rows=5).logprob_rows == 5
     assert dataclasses.replace(case, rows=500).logprob_rows == case.total_rows
 

@@ -1,4 +1,5 @@
-"""``megarl parity`` as a user meets it: arguments, exit codes, messages, progress. No worker is started here."""
+"""``megarl parity`` as a user meets it: arguments, exit codes, messages, progress. No worker is started
+here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from megarl.parity.runner import CaseOutcome
         (["--only", "batchin=packed"], ["'batchin=packed'", "nearest is 'batching'"]),
     ],
 )
-def test_wrong_arguments_end_with_2_and_name_the_word(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_end_with_2_and_name_the_word(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["parity", *arguments]) == 2
     message = capsys.readouterr().err
     assert message.startswith("megarl: ")
@@ -40,9 +43,14 @@ def test_wrong_arguments_end_with_2_and_name_the_word(arguments: list[str], word
 def test_the_command_line_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[command.Options] = []
     monkeypatch.setattr(command, "run", lambda options: seen.append(options) or 0)
-    line = "parity --cases 7 --seed 3 --backend megatron dtensor --max-world 4 --only cp=2 --json out.json --job-seconds 9"
+    line = (
+        "parity --cases 7 --seed 3 --backend megatron dtensor --max-world 4 --only cp=2 --json out.json "
+        "--job-seconds 9"
+    )
     assert main(line.split()) == 0
-    assert seen == [command.Options(7, 3, ["megatron", "dtensor"], 4, json=Path("out.json"), only="cp=2", job_seconds=9)]
+    assert seen == [
+        command.Options(7, 3, ["megatron", "dtensor"], 4, json=Path("out.json"), only="cp=2", job_seconds=9)
+    ]
 
 
 def difference(error: float, what: str = "loss 0", kind: str = "loss") -> Difference:
@@ -65,7 +73,12 @@ def test_a_proof_plants_what_is_named_in_the_cases_that_the_command_line_allows(
 ) -> None:
     monkeypatch.setattr(command, "CaseRunner", Runner)
     options = command.Options(
-        seed=4, backends=["fsdp1"], mutate="grad_norm", prove=True, only="temperature=0.7", json=tmp_path / "out.json"
+        seed=4,
+        backends=["fsdp1"],
+        mutate="grad_norm",
+        prove=True,
+        only="temperature=0.7",
+        json=tmp_path / "out.json",
     )
     assert command.run(options, console) == 1
     cases = {verdict["name"]: verdict["case"] for verdict in json.loads((tmp_path / "out.json").read_text())}
@@ -97,7 +110,9 @@ def said(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
+def test_a_failure_prints_the_smallest_line_that_shows_it(
+    monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path
+) -> None:
     monkeypatch.setattr(command, "CaseRunner", Runner)
     options = command.Options(cases=12, seed=0, backends=["megatron"], json=tmp_path / "out.json")
     assert command.run(options, console) == 1
@@ -109,7 +124,9 @@ def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.Mo
     assert (tmp_path / "out.json").read_text().count('"smallest"') == text.count("FAILED")
 
 
-def test_no_answer_is_no_mismatch_and_is_not_shrunk(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
+def test_no_answer_is_no_mismatch_and_is_not_shrunk(
+    monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path
+) -> None:
     class Late(Runner):
         def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
             self.ran.append(case)
@@ -131,7 +148,9 @@ def test_agreement_ends_with_0_and_a_table(monkeypatch: pytest.MonkeyPatch, cons
 
 
 def test_an_outcome_tells_the_worst_first() -> None:
-    outcome = CaseOutcome(Case(), [difference(1e-7, "fine"), difference(2e-5, "bad"), difference(float("inf"), "worst")])
+    outcome = CaseOutcome(
+        Case(), [difference(1e-7, "fine"), difference(2e-5, "bad"), difference(float("inf"), "worst")]
+    )
     assert [line.split(":")[0] for line in outcome.summary()] == ["worst", "bad"]
     assert not outcome.passes and CaseOutcome(Case(), [difference(1e-7)]).passes
     assert CaseOutcome(Case(), error="Traceback\nValueError: no\n").summary() == ["error: ValueError: no"]

@@ -32,22 +32,50 @@ def measured(**changes: Any) -> Share:
         {
             "global_loss": torch.tensor([2.0]),
             "grad_norm": torch.tensor(3.0),
-            "all_mb_metrics": {"loss": [0.5, 1.5], "num_valid_samples": [1.0, 1.0], "lr": [0.1], "grad_norm": [3.0]},
+            "all_mb_metrics": {
+                "loss": [0.5, 1.5],
+                "num_valid_samples": [1.0, 1.0],
+                "lr": [0.1],
+                "grad_norm": [3.0],
+            },
         }
         for _ in range(2)
     ]
-    return Share(**{"data_rank": 0, "logprobs": LOGPROBS.clone(), "logprobs_after": LOGPROBS.clone(), "repeated": True,
-                    "under_mask": [LOGPROBS * MASK, LOGPROBS * MASK],
-                    "reference_logprobs": [], "likeliest": [], "evaluation": None, "calls": calls,
-                    "weights": {name: tensor.clone() for name, tensor in WEIGHTS.items()}, **changes})  # fmt: skip
+    return Share(
+        **{
+            "data_rank": 0,
+            "logprobs": LOGPROBS.clone(),
+            "logprobs_after": LOGPROBS.clone(),
+            "repeated": True,
+            "under_mask": [LOGPROBS * MASK, LOGPROBS * MASK],
+            "reference_logprobs": [],
+            "likeliest": [],
+            "evaluation": None,
+            "calls": calls,
+            "weights": {name: tensor.clone() for name, tensor in WEIGHTS.items()},
+            **changes,
+        }
+    )
 
 
 def expected() -> Expected:
-    return Expected([[2.0], [2.0]], [[3.0], [3.0]], [[3.0], [3.0]], [METRICS, METRICS], [dict(METRICS), dict(METRICS)], WEIGHTS, LOGPROBS)
+    return Expected(
+        [[2.0], [2.0]],
+        [[3.0], [3.0]],
+        [[3.0], [3.0]],
+        [METRICS, METRICS],
+        [dict(METRICS), dict(METRICS)],
+        WEIGHTS,
+        LOGPROBS,
+    )
 
 
 def wrong(share: Share, case: Case = CASE, bounds: Bounds | None = None) -> list[Difference]:
-    return [found for found in compare(case, CONFIG, BATCH, [share], LOGPROBS, expected(), bounds or Bounds()) if not found.passes]
+    return [
+        found
+        for found in compare(case, CONFIG, BATCH, [share], LOGPROBS, expected(), bounds or Bounds())
+        if not found.passes
+    ]
 
 
 def changed_call(**changes: Any) -> Share:
@@ -62,14 +90,19 @@ def test_what_is_equal_passes() -> None:
 
 @pytest.mark.parametrize(("factor", "passes"), [(1 + 0.5 * BOUND, True), (1 + 2 * BOUND, False)])
 def test_the_bound_is_relative(factor: float, passes: bool) -> None:
-    assert (wrong(measured(weights={name: tensor * factor for name, tensor in WEIGHTS.items()})) == []) is passes
+    assert (
+        wrong(measured(weights={name: tensor * factor for name, tensor in WEIGHTS.items()})) == []
+    ) is passes
     assert (wrong(changed_call(grad_norm=torch.tensor(3.0, dtype=torch.float64) * factor)) == []) is passes
 
 
 def test_noise_loosens_the_bound_of_its_own_quantity_alone() -> None:
     share = measured(weights={name: tensor * 1.01 for name, tensor in WEIGHTS.items()})
     assert [found.what for found in wrong(share, bounds=Bounds({"weight a": 0.02}))] == ["rank 0 weight b"]
-    assert Bounds({"weight a": 0.02}).of("weight a") == FACTOR * 0.02 and Bounds({"weight a": 0.02}).of("weight b") == BOUND
+    assert (
+        Bounds({"weight a": 0.02}).of("weight a") == FACTOR * 0.02
+        and Bounds({"weight a": 0.02}).of("weight b") == BOUND
+    )
     late = changed_call(global_loss=torch.tensor([2.02]), grad_norm=torch.tensor(3.03))
     assert wrong(late, bounds=Bounds({"call 0 loss 0": 0.02, "call 0 grad_norm": 0.02})) == wrong(late)
     everything = Bounds({"call 1 loss 0": 0.02, "call 1 loss": 0.02, "call 1 grad_norm": 0.02})
@@ -108,7 +141,9 @@ def test_a_metric_that_is_missing_or_unknown_is_a_difference() -> None:
 
 def test_a_weight_that_is_missing_or_too_many_is_a_difference() -> None:
     assert [found.what for found in wrong(measured(weights={"a": WEIGHTS["a"]}))] == ["rank 0 weight b"]
-    assert [found.what for found in wrong(measured(weights={**WEIGHTS, "c": torch.ones(1)}))] == ["rank 0 weight c"]
+    assert [found.what for found in wrong(measured(weights={**WEIGHTS, "c": torch.ones(1)}))] == [
+        "rank 0 weight c"
+    ]
 
 
 def test_zeros_of_column_0_and_padding_are_exact() -> None:
@@ -153,7 +188,9 @@ def test_reference_logprobs_have_to_be_those_from_before() -> None:
         (1.1, 1.0, 10.0, pytest.approx(0.01)),
     ],
 )
-def test_relative_error_of_every_kind_of_number(found: float, target: float, scale: float, error: float) -> None:
+def test_relative_error_of_every_kind_of_number(
+    found: float, target: float, scale: float, error: float
+) -> None:
     assert relative_error(found, target, scale) == error
 
 

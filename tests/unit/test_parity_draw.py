@@ -1,4 +1,5 @@
-"""Random cases: the same for the same seed, all of them possible, and between them they have every feature there is."""
+"""Random cases: the same for the same seed, all of them possible, and between them they have every feature
+there is."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:
         assert sum(getattr(case, together) > getattr(Case(), together) for case in mixtures) >= 3, together
     assert any(case.ep > 1 and case.cp > 1 for case in mixtures)
     balanced = [case for case in mixtures if case.balance != "none"]
-    assert sum(case.topk < case.experts for case in balanced) > 0.7 * len(balanced), "nothing is to be balanced among all experts"
+    assert sum(case.topk < case.experts for case in balanced) > 0.7 * len(balanced), (
+        "nothing is to be balanced among all experts"
+    )
     assert any(case.topk == case.experts for case in mixtures)
     assert 0.15 < sum(case.half for case in drawn) / len(drawn) < 0.4
     assert all(case.lr > 0.002 for case in drawn if case.half)
@@ -69,7 +72,9 @@ def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:
 def test_given_words_decide_what_is_drawn_with_them(shelf: ModelShelf) -> None:
     drawer = Drawer(shelf, BACKENDS, 4, {"precision": "float16", "family": "mixtral"})
     cases = [drawer.draw(5, number) for number in range(5)]
-    assert all(case.half and case.experts >= 2 and case.backend == "megatron" and case.lr > 0.002 for case in cases)
+    assert all(
+        case.half and case.experts >= 2 and case.backend == "megatron" and case.lr > 0.002 for case in cases
+    )
 
 
 @slow
@@ -124,20 +129,32 @@ def test_features_of_a_case(case: Case, feature: str) -> None:
 
 
 def test_refusals_say_why(shelf: ModelShelf) -> None:
-    too_narrow, odd_pairs, no_room = Case(width=3), Case(loss="dpo"), Case(batching="packed", dp=2, length=9, mbs=2, loss="dpo")
-    for case, word in ((too_narrow, "width"), (odd_pairs, "mbs"), (no_room, "batching"), (Case(backend="fsdp1", pp=2), "pp")):
+    too_narrow, odd_pairs, no_room = (
+        Case(width=3),
+        Case(loss="dpo"),
+        Case(batching="packed", dp=2, length=9, mbs=2, loss="dpo"),
+    )
+    for case, word in (
+        (too_narrow, "width"),
+        (odd_pairs, "mbs"),
+        (no_room, "batching"),
+        (Case(backend="fsdp1", pp=2), "pp"),
+    ):
         refused = refusal(case, shelf)
         assert refused is not None and word in str(refused), case
 
 
 @pytest.mark.parametrize("loss", ["nll", "rm", "value"])
 @pytest.mark.parametrize(
-    ("family", "rope", "runs"), [("kimi_k2", "llama3", False), ("deepseek_v2", "linear", False), ("kimi_k2", "yarn", True)]
+    ("family", "rope", "runs"),
+    [("kimi_k2", "llama3", False), ("deepseek_v2", "linear", False), ("kimi_k2", "yarn", True)],
 )
 def test_what_latent_attention_cannot_be_is_not_drawn_for_a_model_of_scores_either(
     family: str, rope: str, runs: bool, loss: str, shelf: ModelShelf
 ) -> None:
-    case = Case(family=family, rope=rope, loss=loss, kv=2, group=3, width=9, experts=4, topk=2, expert=8, mbs=2)
+    case = Case(
+        family=family, rope=rope, loss=loss, kv=2, group=3, width=9, experts=4, topk=2, expert=8, mbs=2
+    )
     refused = refusal(case, shelf)
     said = "" if refused is None else str(refused)
     assert ("latent attention has the plain rotary embedding" in said) is not runs
@@ -150,7 +167,9 @@ def test_shelf_makes_a_model_once_and_whole(tmp_path: Path) -> None:
     assert (directory / "config.json").is_file() and not (directory / "model.safetensors").exists()
     assert shelf.complete(case) == directory and (directory / "model.safetensors").is_file()
     written = (directory / "model.safetensors").stat().st_mtime_ns
-    assert shelf.complete(case) == directory and (directory / "model.safetensors").stat().st_mtime_ns == written
+    assert (
+        shelf.complete(case) == directory and (directory / "model.safetensors").stat().st_mtime_ns == written
+    )
     assert shelf.described(Case(layers=2)) != directory
 
 
@@ -158,5 +177,8 @@ def test_a_family_that_transformers_knows_by_another_name_is_published_so(tmp_pa
     case = Case(family="kimi_k2", layers=2, kv=2, experts=4, topk=2, expert=6)
     directory = ModelShelf(tmp_path).complete(case)
     content = json.loads((directory / "config.json").read_text())
-    assert content["model_type"] == "kimi_k2" and set(content["auto_map"]) == {"AutoConfig", "AutoModelForCausalLM"}
+    assert content["model_type"] == "kimi_k2" and set(content["auto_map"]) == {
+        "AutoConfig",
+        "AutoModelForCausalLM",
+    }
     assert type(load_model(directory)).__name__ == "DeepseekV3ForCausalLM"

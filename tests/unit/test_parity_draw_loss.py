@@ -1,4 +1,5 @@
-"""Random losses: what is asked for is there, every option is drawn with every number of it, and the rules refuse none."""
+"""Random losses: what is asked for is there, every option is drawn with every number of it, and the rules
+refuse none."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_what_is_drawn_is_possible_and_survives_its_line() -> None:
 def test_every_option_is_drawn_with_every_number() -> None:
     for table, field in ((LOSSES, "loss"), (ADVANTAGES, "advantages")):
         seen = {
-            (kind, option, numbers) for kind, options in (split(fields[field]) for fields in DRAWN) for option, numbers in options.items()
+            (kind, option, numbers)
+            for kind, options in (split(fields[field]) for fields in DRAWN)
+            for option, numbers in options.items()
         }
         for kind, options in table.items():
             for option, listed in options.items():
@@ -53,7 +56,8 @@ def test_what_is_asked_for_is_there_with_others_beside_it(loss: str, advantages:
     for fields in drawn:
         found = split(fields["loss"])
         assert found[0] == kind and all(
-            option in found[1] and found[1][option] == (numbers or found[1][option]) for option, numbers in wanted.items()
+            option in found[1] and found[1][option] == (numbers or found[1][option])
+            for option, numbers in wanted.items()
         )
         if advantages is not None:
             assert set(advantages.split("+")) <= set(fields["advantages"].split("+"))
@@ -90,7 +94,14 @@ def test_what_would_do_nothing_is_not_drawn(never: set[str]) -> None:
 def test_options_are_of_something() -> None:
     for fields in DRAWN:
         (_, options), (estimator, _) = split(fields["loss"]), split(fields["advantages"])
-        assert "kl" in options or not {"approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"} & set(options), fields
+        assert "kl" in options or not {
+            "approx",
+            "k1",
+            "k2",
+            "pathwise",
+            "kl-input-clamp",
+            "kl-output-clamp",
+        } & set(options), fields
         assert "is" in options or not {"tis", "icepop", "seq-mask"} & set(options), fields
         if "gspo-token" in options:
             assert estimator in ("given", "gae", "teacher") or "in-reward" in options, fields

@@ -1,4 +1,5 @@
-"""Faults go into functions that were imported before and come out again, and each fits its module and names cases that there are."""
+"""Faults go into functions that were imported before and come out again, and each fits its module and names
+cases that there are."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def answers(twice: object, module: ModuleType) -> list[int]:
         ("yield value + 10", "yield value", [6, 4, 1003, 106, 1]),
     ],
 )
-def test_a_fault_goes_into_functions_that_were_imported_before(old: str, new: str, expected: list[int], module: ModuleType) -> None:
+def test_a_fault_goes_into_functions_that_were_imported_before(
+    old: str, new: str, expected: list[int], module: ModuleType
+) -> None:
     before = [6, 4, 1003, 106, 11]
     twice = module.twice
     assert answers(twice, module) == before
@@ -114,7 +117,9 @@ def test_a_fault_that_changes_nothing_is_refused(old: str, new: str, words: str,
 def test_what_other_functions_of_the_module_keep_is_forgotten() -> None:
     starts, share = (0, 8), ContextShare(0, 2)
     whole = share.index(starts).tolist()
-    with planted(Fault(context.__name__, "last = 2 * self.size - 1 - self.rank", "last = self.size + self.rank")):
+    with planted(
+        Fault(context.__name__, "last = 2 * self.size - 1 - self.rank", "last = self.size + self.rank")
+    ):
         assert share.index(starts).tolist() == [0, 1, 4, 5]
     assert share.index(starts).tolist() == whole == [0, 1, 6, 7]
 
@@ -123,7 +128,10 @@ def test_what_other_functions_of_the_module_keep_is_forgotten() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_fits_its_module_and_has_a_case_on_every_backend_that_it_names(name: str) -> None:
     fault = FAULTS[name]
-    originals = {function: function.__code__ for function in changed_functions(fault, importlib.import_module(fault.module))}
+    originals = {
+        function: function.__code__
+        for function in changed_functions(fault, importlib.import_module(fault.module))
+    }
     with planted(fault):
         assert all(function.__code__ is not code for function, code in originals.items())
     assert all(function.__code__ is code for function, code in originals.items())
@@ -136,7 +144,12 @@ def test_the_faults_show_every_kind_of_quantity_and_family_of_losses() -> None:
     cases = [case for fault in FAULTS.values() for case in cases_of(fault, BACKENDS, 8, 0, {})]
     assert {case.loss_kind for case in cases} == {"nll", "pg", "dpo", "rm", "value", "distill"}
     for kind in {fault.kind for fault in FAULTS.values()}:
-        seen = {case.backend for fault in FAULTS.values() if fault.kind == kind for case in cases_of(fault, BACKENDS, 8, 0, {})}
+        seen = {
+            case.backend
+            for fault in FAULTS.values()
+            if fault.kind == kind
+            for case in cases_of(fault, BACKENDS, 8, 0, {})
+        }
         assert seen == set(BACKENDS), kind
 
 
@@ -144,7 +157,9 @@ def test_faults_are_found_by_name_kind_and_module(monkeypatch: pytest.MonkeyPatc
     assert list(faults_named("ratio-not-clipped")) == ["ratio-not-clipped"]
     assert set(faults_named("weights")) == {name for name, fault in FAULTS.items() if fault.kind == "weights"}
     assert len(faults_named("megarl.models.engine.ring_attention")) > 3
-    with pytest.raises(ConfigError, match=r"'norm' ?: there is none.*norm-counts-copies.*kinds of them: logprobs, loss") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'norm' ?: there is none.*norm-counts-copies.*kinds of them: logprobs, loss"
+    ) as caught:
         faults_named("norm")
     assert caught.value.exit_code == 2
     assert known_faults(7) == {**FAULTS, **parity_faults(7)}

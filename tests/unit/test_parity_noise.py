@@ -16,7 +16,9 @@ from megarl.parity.models import ModelShelf
 from megarl.parity.noise import LOGPROBS, LOSS_SCALES, MEAN_LOGPROBS, Bounds, bounds_of
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 
-CASE = parse("seed=3 layers=2 kv=2 group=2 width=5 ffn=11 vocab=23 mbs=2 micro=2 length=9 lr=0.02 loss=pg+kl+is")
+CASE = parse(
+    "seed=3 layers=2 kv=2 group=2 width=5 ffn=11 vocab=23 mbs=2 micro=2 length=9 lr=0.02 loss=pg+kl+is"
+)
 
 
 class Prepared:
@@ -34,7 +36,10 @@ class Prepared:
     def outside(self, logprobs: torch.Tensor, found: Expected) -> list[str]:
         """The quantities that are out of bounds."""
         by_token = token_errors(logprobs, self.logprobs)
-        errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[self.logprobs != 0])}
+        errors = {
+            LOGPROBS: float(by_token.max()),
+            MEAN_LOGPROBS: root_mean_square(by_token[self.logprobs != 0]),
+        }
         for name, weight in self.expected.weights.items():
             errors[f"weight {name}"] = tensor_error(found.weights[name], weight)
         for call, losses in enumerate(self.expected.losses):
@@ -50,12 +55,19 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Prepared(tmp_path_factory.mktemp("models"), replace(CASE, precision=request.param))
 
 
-CANCELLING = parse("seed=229145 tied=1 kv=2 group=2 vocab=15 length=9 loss=pg+kl+kl-output-clamp:0.06 advantages=gae")
-"""Gradients of its tokens cancel so far that the norm of plain transformers in float32 is 2e-5 from that in float64."""
+CANCELLING = parse(
+    "seed=229145 tied=1 kv=2 group=2 vocab=15 length=9 loss=pg+kl+kl-output-clamp:0.06 advantages=gae"
+)
+"""Gradients of its tokens cancel so far that the norm of plain transformers in float32 is 2e-5 from that in
+float64."""
 
 
-def test_what_float32_may_differ_by_is_more_than_its_one_bound_only_where_gradients_cancel(tmp_path: Path) -> None:
-    assert Bounds().of(LOGPROBS) == BOUND and not CASE.has_measured_bounds and not CANCELLING.has_measured_bounds
+def test_what_float32_may_differ_by_is_more_than_its_one_bound_only_where_gradients_cancel(
+    tmp_path: Path,
+) -> None:
+    assert (
+        Bounds().of(LOGPROBS) == BOUND and not CASE.has_measured_bounds and not CANCELLING.has_measured_bounds
+    )
     usual, cancelling = (Prepared(tmp_path, case).bounds for case in (CASE, CANCELLING))
     assert {name for name in usual.noise if usual.of(name) > BOUND} == set()
     assert BOUND < cancelling.of("call 1 grad_norm") < 20 * BOUND
@@ -78,7 +90,14 @@ def test_plain_transformers_in_16_bit_is_within_bounds(prepared: Prepared) -> No
 
 def test_bounds_are_those_of_16_bit_and_no_wider(prepared: Prepared) -> None:
     unit = torch.finfo(getattr(torch, prepared.case.precision)).eps
-    for name in (LOGPROBS, MEAN_LOGPROBS, "call 0 loss 0", "call 1 loss 0", "call 0 grad_norm", "weight model.norm.weight"):
+    for name in (
+        LOGPROBS,
+        MEAN_LOGPROBS,
+        "call 0 loss 0",
+        "call 1 loss 0",
+        "call 0 grad_norm",
+        "weight model.norm.weight",
+    ):
         assert 0.1 * unit < prepared.bounds.of(name) < 20 * unit, name
 
 
@@ -100,51 +119,74 @@ def test_small_faults_are_out_of_bounds(prepared: Prepared) -> None:
 
 
 def test_bounds_of_a_case_are_the_same_again(prepared: Prepared) -> None:
-    assert bounds_of(prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected) == prepared.bounds
+    assert (
+        bounds_of(prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected)
+        == prepared.bounds
+    )
 
 
 def test_a_mixture_has_bounds_too(tmp_path: Path) -> None:
     case = parse(
-        "seed=4 family=mixtral experts=3 topk=2 layers=2 width=16 ffn=9 vocab=23 mbs=2 micro=2 length=7 precision=bfloat16 lr=0.02"
+        "seed=4 family=mixtral experts=3 topk=2 layers=2 width=16 ffn=9 vocab=23 mbs=2 micro=2 length=7 "
+        "precision=bfloat16 lr=0.02"
     )
     made = Prepared(tmp_path, case)
     assert made.bounds.of(LOGPROBS) > BOUND and made.bounds.of("call 0 moe_aux_loss") > BOUND
 
 
 def test_more_members_only_widen_what_they_find_more_of(prepared: Prepared) -> None:
-    wider = bounds_of(prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected, members=12)
+    wider = bounds_of(
+        prepared.case, prepared.model, prepared.batch, prepared.logprobs, prepared.expected, members=12
+    )
     weights = [name for name in prepared.bounds.noise if name.startswith("weight")]
     assert all(wider.of(name) >= prepared.bounds.of(name) for name in weights)
     assert any(wider.of(name) > prepared.bounds.of(name) for name in weights)
 
 
-UNDECIDED = parse("seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=9 loss=dpo+ipo "
-                  "temperature=0.7 steps=3 precision=float16")  # fmt: skip
-"""In its first call the rewards of the only pair are 0.03 apart, sums of log-probabilities of 20 and more; later 0.13 and 0.23."""
+UNDECIDED = parse(
+    "seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=9 loss=dpo+ipo "
+    "temperature=0.7 steps=3 precision=float16"
+)
+"""In its first call the rewards of the only pair are 0.03 apart, sums of log-probabilities of 20 and more;
+later 0.13 and 0.23."""
 
 
 def test_an_accuracy_may_differ_only_where_a_pair_is_undecided(tmp_path: Path) -> None:
     prepared = Prepared(tmp_path, UNDECIDED)
-    allowed = [prepared.bounds.of(f"call {call} accuracy") * prepared.expected.scales[call]["accuracy"] for call in range(3)]
+    allowed = [
+        prepared.bounds.of(f"call {call} accuracy") * prepared.expected.scales[call]["accuracy"]
+        for call in range(3)
+    ]
     assert [metrics["accuracy"] for metrics in prepared.expected.metrics] == [1, 1, 1]
     assert allowed[0] > 1 > max(allowed[1:])
-    # of a pair of which no member changes sides too, as much as the error of a log-probability would move its margin
+    # of a pair of which no member changes sides too, as much as the error of a log-probability would move its
+    # margin
     assert min(allowed[1:]) > 0.1
 
 
 def test_a_square_keeps_float16_within_its_range(tmp_path: Path) -> None:
-    """Loss scaling starts with a factor that this gradient, of a margin far from IPO's, would not bear at a DPO loss's weight."""
-    case = parse("seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=18 lpbs=2 masked=some "
-                 "loss=dpo+ipo+beta:0.1+weight:0.5 temperature=0.7 lr=0.02 schedule=cosine steps=4")  # fmt: skip
+    """Loss scaling starts with a factor that this gradient, of a margin far from IPO's, would not bear at a
+    DPO loss's weight."""
+    case = parse(
+        "seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=18 lpbs=2 "
+        "masked=some "
+        "loss=dpo+ipo+beta:0.1+weight:0.5 temperature=0.7 lr=0.02 schedule=cosine steps=4"
+    )
     prepared = Prepared(tmp_path, replace(case, precision="float16"))
     norms = [norm for norms in prepared.expected.norms for norm in norms]
     assert max(norms) * LOSS_SCALES["float16"] < torch.finfo(torch.float16).max, norms
 
 
-UNREAD = parse("seed=356835 family=qwen2_moe layers=3 group=3 head=6 width=13 ffn=24 vocab=113 experts=4 topk=2 expert=8 freeze=1 mbs=3 "
-               "micro=2 length=5 pad=3 loss=distill+renorm+forward temperature=1.5 eps=1e-08 clip=0.05 steps=2")  # fmt: skip
-"""No teacher names 70 tokens of its vocabulary: the gradients of their rows of the output layer are rounding errors, which Adam divides."""
+UNREAD = parse(
+    "seed=356835 family=qwen2_moe layers=3 group=3 head=6 width=13 ffn=24 vocab=113 experts=4 topk=2 "
+    "expert=8 freeze=1 mbs=3 "
+    "micro=2 length=5 pad=3 loss=distill+renorm+forward temperature=1.5 eps=1e-08 clip=0.05 steps=2"
+)
+"""No teacher names 70 tokens of its vocabulary: the gradients of their rows of the output layer are rounding
+errors, which Adam divides."""
 
 
-def test_probabilities_of_a_few_tokens_add_up_to_one_but_for_the_rounding_of_their_logarithms(tmp_path: Path) -> None:
+def test_probabilities_of_a_few_tokens_add_up_to_one_but_for_the_rounding_of_their_logarithms(
+    tmp_path: Path,
+) -> None:
     assert Prepared(tmp_path, UNREAD).bounds.of("weight lm_head.weight") > 3 * BOUND

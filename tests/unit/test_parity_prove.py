@@ -1,4 +1,5 @@
-"""The proof passes only where every fault was caught in the cases that have to show it. No worker is started here."""
+"""The proof passes only where every fault was caught in the cases that have to show it. No worker is started
+here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BACKENDS = ("megatron", "fsdp1")
 
 
 class Runner:
-    """Shows every fault in the loss, but none in nll, and in 16 bit none at all; with sgd workers die, clean or not as it says."""
+    """Shows every fault in the loss, but none in nll, and in 16 bit none at all; with sgd workers die, clean
+    or not as it says."""
 
     def __init__(self, broken: bool = False) -> None:
         self.ran: list[tuple[str, bool]] = []
@@ -39,7 +41,11 @@ class Runner:
 
 
 def proved(
-    *given: Fault, backends: Sequence[str] = BACKENDS, broken: bool = False, file: Path | None = None, **fixed: Any
+    *given: Fault,
+    backends: Sequence[str] = BACKENDS,
+    broken: bool = False,
+    file: Path | None = None,
+    **fixed: Any,
 ) -> tuple[int, Runner, str]:
     faults: Mapping[str, Fault] = {f"fault-{number}": fault for number, fault in enumerate(given)}
     console, runner = Console(file=io.StringIO(), width=300), Runner(broken)
@@ -64,7 +70,9 @@ def test_cases_are_lines_on_the_backends_that_have_what_they_ask_for() -> None:
 
 
 def test_a_fault_that_is_caught_passes_and_is_written_down(tmp_path: Path) -> None:
-    code, runner, told = proved(of("loss=pg"), of("loss=pg", "loss=dpo mbs=2"), file=tmp_path / "verdicts.json")
+    code, runner, told = proved(
+        of("loss=pg"), of("loss=pg", "loss=dpo mbs=2"), file=tmp_path / "verdicts.json"
+    )
     assert code == 0 and "2 of 2 faults caught, in 6 cases" in told
     # a case is run once without a fault, whatever the number of faults that it has to show
     assert len(runner.ran) == 4 + 6 and sum(not planted for _, planted in runner.ran) == 4
@@ -77,10 +85,16 @@ def test_a_fault_that_is_caught_passes_and_is_written_down(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("fault", [of("loss=nll", "loss=pg"), of("loss=pg", kind="weights"), of("loss=pg optimizer=sgd")])
+@pytest.mark.parametrize(
+    "fault", [of("loss=nll", "loss=pg"), of("loss=pg", kind="weights"), of("loss=pg optimizer=sgd")]
+)
 def test_a_fault_has_to_be_caught_in_every_case_by_its_kind_of_quantity(fault: Fault) -> None:
     code, _, told = proved(fault)
-    assert code == 1 and "SURVIVED: megarl parity --mutate fault-0 --case" in told and "0 of 1 faults caught" in told
+    assert (
+        code == 1
+        and "SURVIVED: megarl parity --mutate fault-0 --case" in told
+        and "0 of 1 faults caught" in told
+    )
     assert "survives: fault-0: old -> new" in told
 
 
@@ -99,20 +113,31 @@ def test_a_case_that_fails_without_a_fault_shows_nothing() -> None:
 
 def test_a_fault_without_a_case_is_named_and_nothing_caught_is_a_failure() -> None:
     code, runner, told = proved(of("loss=pg cp=2"), of("loss=pg dp=8"))
-    assert code == 1 and runner.ran == [] and "2 have no case that these arguments allow: fault-0, fault-1" in told
+    assert (
+        code == 1
+        and runner.ran == []
+        and "2 have no case that these arguments allow: fault-0, fault-1" in told
+    )
     assert proved(of("loss=pg"), of("dp=8"))[0] == 0
 
 
 def test_in_16_bit_a_small_effect_may_be_below_the_noise() -> None:
     code, runner, told = proved(of("loss=nll"), precision="bfloat16")
-    assert code == 0 and "below noise" in told and any("precision" not in case for case, planted in runner.ran if planted)
+    assert (
+        code == 0
+        and "below noise" in told
+        and any("precision" not in case for case, planted in runner.ran if planted)
+    )
     assert proved(of("loss=pg"), precision="bfloat16")[0] == 1
 
 
 def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -> None:
     def outcome(error: float, bound: float, kind: str = "grad_norm") -> CaseOutcome:
         case = Case(precision="bfloat16")
-        return CaseOutcome(case, [Difference("loss", "loss", 0.0, 1e-5, "", ""), Difference("norm", kind, error, bound, "", "")])
+        return CaseOutcome(
+            case,
+            [Difference("loss", "loss", 0.0, 1e-5, "", ""), Difference("norm", kind, error, bound, "", "")],
+        )
 
     in_16_bit = outcome(1e-3, 1e-2)
     assert is_above_noise(in_16_bit, outcome(0.021, 1e-5))

@@ -1,4 +1,5 @@
-"""The reference: its optimizer schedule, its metrics over several global batches, and what a metric's error is measured by."""
+"""The reference: its optimizer schedule, its metrics over several global batches, and what a metric's error
+is measured by."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ def test_learning_rates_fall_by_hand(changes: dict[str, Any], rates: list[float]
 
 
 def test_weight_decay_grows_by_hand() -> None:
-    for style, values in {"constant": [0.1] * 4, "linear": [0.02, 0.14 / 3, 0.22 / 3, 0.1], "cosine": [0.02, 0.04, 0.08, 0.1]}.items():
+    for style, values in {
+        "constant": [0.1] * 4,
+        "linear": [0.02, 0.14 / 3, 0.22 / 3, 0.1],
+        "cosine": [0.02, 0.04, 0.08, 0.1],
+    }.items():
         hyper = hyperparameters(replace(CASE, decay=style))
         assert [hyper.weight_decay(call) for call in range(4)] == pytest.approx(values), style
     assert hyperparameters(CASE).weight_decay(0) == pytest.approx(WEIGHT_DECAY)
@@ -75,7 +80,10 @@ def test_losses_in_float16_are_small_enough_for_loss_scaling() -> None:
     case = replace(CASE, precision="float16")
     data = {"token_mask": torch.ones(1, 4), "sample_mask": torch.ones(1)}
     inputs = (data, torch.tensor(1.0), torch.tensor(3.0))
-    plain, quiet = (make_loss(replace(one, loss="nll"))(*inputs, next_token_logprobs=torch.full((1, 3), -2.0)) for one in (CASE, case))
+    plain, quiet = (
+        make_loss(replace(one, loss="nll"))(*inputs, next_token_logprobs=torch.full((1, 3), -2.0))
+        for one in (CASE, case)
+    )
     assert float(quiet[0]) == float(plain[0]) / 64 == quiet[1]["loss"]
     assert make_loss(replace(case, loss="dpo")).rows_together == 2
 
@@ -86,18 +94,25 @@ def test_scales_are_no_smaller_than_the_metric_and_see_through_cancellation(tmp_
         for name in ("loss", "kl_penalty", "probs_ratio"):
             assert math.isfinite(scales[name]) and scales[name] >= abs(metrics[name]) * (1 - 1e-5)
     # rows with advantages of both signs cancel in the loss
-    assert any(scales["loss"] > 1.5 * abs(metrics["loss"]) for metrics, scales in zip(expected.metrics, expected.scales, strict=True))
+    assert any(
+        scales["loss"] > 1.5 * abs(metrics["loss"])
+        for metrics, scales in zip(expected.metrics, expected.scales, strict=True)
+    )
 
 
 def test_the_scale_of_a_gradient_norm_sees_through_experts_in_balance(tmp_path: Path) -> None:
-    sparse = replace(CASE, family="mixtral", loss="dpo", masked="all", batching="fixed", experts=3, topk=3, balance="aux")
+    sparse = replace(
+        CASE, family="mixtral", loss="dpo", masked="all", batching="fixed", experts=3, topk=3, balance="aux"
+    )
     uneven = replace(sparse, masked="none", topk=2)
     model = ModelShelf(tmp_path).complete(sparse)
     expected = trained(model, sparse)
     assert expected.norm_scales[0] == expected.norms[0] == [0.0], "nothing counts in the first step"
     # every token goes to all experts: what the balancing loss adds to the gradient is rounding
     alone = trained(model, replace(sparse, masked="some", steps=4))
-    rounding = [(norm, scale) for (norm,), (scale,) in zip(alone.norms, alone.norm_scales, strict=True) if norm < 1e-6]
+    rounding = [
+        (norm, scale) for (norm,), (scale,) in zip(alone.norms, alone.norm_scales, strict=True) if norm < 1e-6
+    ]
     assert rounding and all(scale > 1e-3 for _, scale in rounding), (alone.norms, alone.norm_scales)
     for case in (uneven, replace(uneven, balance="seq"), replace(uneven, balance="none"), CASE):
         expected = trained(ModelShelf(tmp_path).complete(case), case)
@@ -140,9 +155,15 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     model.mlp.gate = Gate()
     layers = torch.nn.ModuleDict({"layer": model})
     routers = Routers(layers, Balancing("aux", z=True))
-    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [9.0, 0.0], [1.0, 0.0]])  # rows (2, 2): the third token is padding
+    logits = torch.tensor(
+        [[2.0, 0.0], [0.0, 3.0], [9.0, 0.0], [1.0, 0.0]]
+    )  # rows (2, 2): the third token is padding
     model.mlp.gate(logits)
-    data = {"input_ids": torch.zeros(2, 2), "input_lengths": torch.tensor([2, 0]), "sample_mask": torch.ones(2)}
+    data = {
+        "input_ids": torch.zeros(2, 2),
+        "input_lengths": torch.tensor([2, 0]),
+        "sample_mask": torch.ones(2),
+    }
     judged = routers.judged(data)
     loss, metrics = judged.loss, judged.metrics
     probabilities = logits[:2].softmax(-1)
@@ -150,7 +171,9 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     assert metrics["moe_aux_loss"] == pytest.approx(float(balance))
     assert (metrics["moe_expert_load_max"], metrics["moe_expert_load_min"]) == (1.0, 1.0)
     assert metrics["moe_z_loss"] == pytest.approx(float(logits[:2].logsumexp(-1).square().mean()))
-    assert loss is not None and float(loss) == pytest.approx(0.3 * float(balance) + 0.02 * metrics["moe_z_loss"])
+    assert loss is not None and float(loss) == pytest.approx(
+        0.3 * float(balance) + 0.02 * metrics["moe_z_loss"]
+    )
     routers.forget()
     assert routers.judged(data) == Judged()
 
@@ -158,20 +181,28 @@ def test_router_figures_of_a_batch_by_hand() -> None:
 @sampled(1)
 @pytest.mark.parametrize("apart", [1e-4, 4.7e-3, 0.3, -2.0])
 def test_rounding_errors_of_a_divergence_are_within_its_scale(apart: float) -> None:
-    """Of one token, of which k3 is what cancellation leaves; but an estimate that is another is not within it."""
+    """Of one token, of which k3 is what cancellation leaves; but an estimate that is another is not within
+    it."""
     case = replace(CASE, loss="pg+kl", mbs=1, micro=1, steps=1)
     token = torch.linspace(-9.0, -0.01, 400)[:, None]
-    data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in {
-        "advantages": torch.ones_like(token), "token_mask": torch.ones_like(token), "prev_logprobs": token,
-        "generation_logprobs": token, "reference_policy_logprobs": token + apart,
-    }.items()}  # fmt: skip
+    data = {
+        name: torch.nn.functional.pad(values, (1, 0))
+        for name, values in {
+            "advantages": torch.ones_like(token),
+            "token_mask": torch.ones_like(token),
+            "prev_logprobs": token,
+            "generation_logprobs": token,
+            "reference_policy_logprobs": token + apart,
+        }.items()
+    }
     data |= {"input_ids": torch.zeros(400, 2, dtype=torch.int64), "sample_mask": torch.ones(400)}
     worst = 0.0
     for row in range(400):
         one = {key: value[row : row + 1] for key, value in data.items()}
         given = {"next_token_logprobs": token[row : row + 1]}
         scale = max(
-            (ROUNDING / BOUND) * reference_loss(case).rounded(one, 1.0, 1.0, token[row : row + 1])["kl_penalty"],
+            (ROUNDING / BOUND)
+            * reference_loss(case).rounded(one, 1.0, 1.0, token[row : row + 1])["kl_penalty"],
             float(reference_loss(case)(one, torch.tensor(1.0), torch.tensor(1.0), **given)[1]["kl_penalty"]),
         )
         found = float(make_loss(case)(one, torch.tensor(1.0), torch.tensor(1.0), **given)[1]["kl_penalty"])

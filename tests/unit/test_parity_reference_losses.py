@@ -54,8 +54,8 @@ def test_the_same_where_the_ratio_of_a_sequence_is_past_its_clamp(loss: str) -> 
 @pytest.mark.parametrize("loss", [f"distill{kind}" for kind in ("", "+forward", "+mixed", "+renorm")])
 @pytest.mark.parametrize("count", [3, 5, 12])
 def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
-    """A third of a vocabulary of 9 and half of it, in float64 because float32 knows the rest of a sharp teacher to 1e-7
-    alone; and all of it in float32, where the rest is nothing but rounding."""
+    """A third of a vocabulary of 9 and half of it, in float64 because float32 knows the rest of a sharp
+    teacher to 1e-7 alone; and all of it in float32, where the rest is nothing but rounding."""
     case = Case(seed=5, mbs=4, micro=2, length=9, vocab=9, loss=f"{loss}+topk:{count}")
     batch = with_signals(case, token_batch(case), -torch.rand(case.total_rows, case.length))
     likeliest = batch["teacher_topk_logits"][..., 0].exp()
@@ -63,7 +63,9 @@ def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
     dtype = torch.float32 if count >= 9 else torch.float64
     batch["teacher_topk_logits"] = batch["teacher_topk_logits"].to(dtype)
     generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(case.total_rows, case.length - 1, 9, generator=generator, dtype=dtype).requires_grad_()
+    logits = torch.randn(
+        case.total_rows, case.length - 1, 9, generator=generator, dtype=dtype
+    ).requires_grad_()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
         scored = logits.log_softmax(-1).gather(2, batch["teacher_topk_indices"][:, :-1])
@@ -80,15 +82,22 @@ def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
 def _check_the_same(loss: str, data: dict[str, Tensor]) -> Tensor:
     case = replace(Case(), loss=loss, vocab=9)
     # what a value model learns from; the clip is at 0.2, and the advantages are of order 1
-    data |= {"returns": data["advantages"], "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1)}
-    teacher = torch.stack([data["entropies"], data["advantages"], data["prev_logprobs"], data["current"]], dim=-1).log_softmax(-1)[..., :3]
+    data |= {
+        "returns": data["advantages"],
+        "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1),
+    }
+    teacher = torch.stack(
+        [data["entropies"], data["advantages"], data["prev_logprobs"], data["current"]], dim=-1
+    ).log_softmax(-1)[..., :3]
     data |= {"teacher_topk_logits": teacher, "teacher_topk_indices": torch.arange(3).expand(teacher.shape)}
     data["input_lengths"] = torch.arange(len(data["sample_mask"])) % data["current"].shape[1] + 1
     rows, tokens = data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
         scores = (data["current"].clone() if case.scores else scores_of(data)).requires_grad_()
-        value, metrics = loss_fn(data, rows, tokens, *([scores] if case.scores else given_to(loss_fn, scores).values()))
+        value, metrics = loss_fn(
+            data, rows, tokens, *([scores] if case.scores else given_to(loss_fn, scores).values())
+        )
         results.append((float(value.detach()), torch.autograd.grad(value, scores)[0], metrics))
     (value, gradient, metrics), (other, other_gradient, other_metrics) = results
     assert other == pytest.approx(value, rel=1e-6)

@@ -1,4 +1,5 @@
-"""Shrinking: the smallest failing case is found, step by step, always in the same way, and only possible cases are run."""
+"""Shrinking: the smallest failing case is found, step by step, always in the same way, and only possible
+cases are run."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from megarl.parity.lines import parse
 from megarl.parity.shrink import MOST_TRIALS, shrink, simpler
 
 BIG = parse(
-    "seed=5 family=mistral tied=1 rope=yarn layers=7 kv=4 group=3 head=10 width=12 ffn=52 vocab=101 window=5 tp=2 sp=1 pp=2 first=3 last=4 "
-    "cp=2 batching=packed mbs=2 micro=3 room=40 packer=concatenative length=21 pad=3 rows=5 lpbs=3 masked=some together=1 loss=pg+kl+dual "
+    "seed=5 family=mistral tied=1 rope=yarn layers=7 kv=4 group=3 head=10 width=12 ffn=52 vocab=101 "
+    "window=5 tp=2 sp=1 pp=2 first=3 last=4 "
+    "cp=2 batching=packed mbs=2 micro=3 room=40 packer=concatenative length=21 pad=3 rows=5 lpbs=3 "
+    "masked=some together=1 loss=pg+kl+dual "
     "temperature=0.7 clip=0.5 warmup=1 distopt=1 overlap=1 bucket=500 recompute=1 reference=1 evaluate=1"
 )
 
@@ -83,9 +86,14 @@ def test_no_simpler_case_is_the_case_itself() -> None:
 
 
 def test_a_mixture_becomes_dense_in_one_step_and_keeps_two_experts_otherwise() -> None:
-    case = replace(Case(), family="qwen3_moe", experts=6, topk=3, expert=8, ep=2, dp=2, balance="aux", head=10)
+    case = replace(
+        Case(), family="qwen3_moe", experts=6, topk=3, expert=8, ep=2, dp=2, balance="aux", head=10
+    )
     candidates = list(simpler(case))
-    assert any(candidate.family == "llama" and candidate.experts == 0 and candidate.ep == 1 for candidate in candidates)
+    assert any(
+        candidate.family == "llama" and candidate.experts == 0 and candidate.ep == 1
+        for candidate in candidates
+    )
     assert all(candidate.experts >= 2 for candidate in candidates if candidate.family == "qwen3_moe")
 
 

@@ -1,4 +1,5 @@
-"""Attention over parts of the keys, joined, against whole attention in float64 and autograd: the CPU kernel and the plain operations."""
+"""Attention over parts of the keys, joined, against whole attention in float64 and autograd: the CPU kernel
+and the plain operations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ KERNELS = {
     "cpu": (partial_attention.partial_attention, partial_attention.partial_gradients),
     "plain": (
         lambda *tensors, causal=False, seen=None: partial_attention._in_blocks(*tensors, causal, seen),
-        lambda *tensors, causal=False, seen=None: partial_attention._gradients_in_blocks(*tensors, causal, seen),
+        lambda *tensors, causal=False, seen=None: partial_attention._gradients_in_blocks(
+            *tensors, causal, seen
+        ),
     ),
 }
 BOUNDS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}
@@ -32,8 +35,11 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", ["all", "causal", "window", "blind"])
-def test_parts_join_to_the_whole(kernel: str, dtype: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys in two parts of 7 and 4; with "blind" some queries see nothing of the first part and others nothing of the second."""
+def test_parts_join_to_the_whole(
+    kernel: str, dtype: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys in two parts of 7 and 4; with "blind" some queries see nothing of the first part and others
+    nothing of the second."""
     monkeypatch.setattr(partial_attention, "BLOCK", 3)
     forward, backward = KERNELS[kernel]
     torch.manual_seed(5)
@@ -107,27 +113,38 @@ def test_the_kernels_of_torch_take_what_they_are_given(monkeypatch: pytest.Monke
     output, logsumexp = partial_attention.partial_attention(query, key, key, 0.3, causal=causal)
     assert (output.shape, output.dtype) == (query.shape, query.dtype)
     assert (logsumexp.shape, logsumexp.dtype) == ((2, 6, 7), torch.float32)
-    gradients = partial_attention.partial_gradients(output, query, key, key, output, logsumexp, 0.3, causal=causal)
-    assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, one.dtype) for one in (query, key, key)]
+    gradients = partial_attention.partial_gradients(
+        output, query, key, key, output, logsumexp, 0.3, causal=causal
+    )
+    assert [(one.shape, one.dtype) for one in gradients] == [
+        (one.shape, one.dtype) for one in (query, key, key)
+    ]
 
 
 def test_a_window_reaches_what_its_mask_says() -> None:
-    """Every pair of ranks, sequences and windows of many lengths: no piece is left out that shows something, and none is empty."""
+    """Every pair of ranks, sequences and windows of many lengths: no piece is left out that shows something,
+    and none is empty."""
     pieces = 0
     for size, half, window in itertools.product((2, 3, 4), (1, 2, 5), range(1, 41)):
         starts = (0, 2 * size, 2 * size, 2 * size * (half + 1))
         for rank, source in itertools.product(range(size), repeat=2):
             context, whole_there = ContextShare(rank, size), ContextShare(source, size)
             asked, held = context.index(starts), whole_there.index(starts)
-            sequence = torch.bucketize(asked, torch.tensor(starts[1:]), right=True)[:, None] == torch.bucketize(
-                held, torch.tensor(starts[1:]), right=True
-            )
+            sequence = torch.bucketize(asked, torch.tensor(starts[1:]), right=True)[
+                :, None
+            ] == torch.bucketize(held, torch.tensor(starts[1:]), right=True)
             distance = asked[:, None] - held
             expected = sequence & (distance >= 0) & (distance < window)
             found = torch.zeros_like(expected)
             for piece in _pieces(starts, context, source, window, torch.device("cpu")):
                 block = found[piece.queries, piece.keys]
-                block |= piece.seen if piece.seen is not None else torch.ones_like(block).tril() if piece.causal else torch.ones_like(block)
+                block |= (
+                    piece.seen
+                    if piece.seen is not None
+                    else torch.ones_like(block).tril()
+                    if piece.causal
+                    else torch.ones_like(block)
+                )
                 assert block.any()
                 pieces += 1
             assert torch.equal(found, expected), (size, half, window, rank, source)

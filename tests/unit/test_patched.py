@@ -22,7 +22,11 @@ class Heir(Base): ...
 def test_owner_holds_afterwards_what_it_held_itself() -> None:
     one = Heir()
     before = {owner: dict(vars(owner)) for owner in (Base, Heir)}
-    with patched((one, "said", lambda: "object"), (Heir, "said", lambda self: "heir"), (Base, "fixed", staticmethod(lambda: "other"))):
+    with patched(
+        (one, "said", lambda: "object"),
+        (Heir, "said", lambda self: "heir"),
+        (Base, "fixed", staticmethod(lambda: "other")),
+    ):
         assert (one.said(), Heir().said(), Base().said(), Heir.fixed()) == ("object", "heir", "base", "other")
     assert (one.said(), Heir().said(), Heir.fixed(), one.fixed()) == ("base", "base", "fixed", "fixed")
     assert vars(one) == {}

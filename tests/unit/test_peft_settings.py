@@ -1,4 +1,5 @@
-"""What ``policy.peft`` says: layers by name, how factors begin, their scale, NeMo-RL's sections, and what is refused."""
+"""What ``policy.peft`` says: layers by name, how factors begin, their scale, NeMo-RL's sections, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -20,12 +21,20 @@ from megarl.models.engine.adapters import AdapterSettings, FirstFactors, merged
 from megarl.models.megatron.adapters import _order_of
 from tests.unit.config_samples import changed, complete, raw_grpo, raw_ppo
 
-LAYERS = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]
+LAYERS = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(2)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+]
 OTHERS = ["model.layers.0.mlp.experts.3.down_proj", "model.embed_tokens", "lm_head"]
 
 
 def settings(**section: Any) -> AdapterSettings:
-    found = AdapterSettings.of(complete_policy({"model_name": "a/model", "precision": "float32", "peft": {"enabled": True, **section}}))
+    found = AdapterSettings.of(
+        complete_policy(
+            {"model_name": "a/model", "precision": "float32", "peft": {"enabled": True, **section}}
+        )
+    )
     assert found is not None
     return found
 
@@ -42,8 +51,14 @@ def settings(**section: Any) -> AdapterSettings:
         (["model.layers.1.mlp.down_proj"], [], [LAYERS[5]]),
     ],
 )
-def test_layers_are_named_as_in_peft_or_in_megatron(targets: list[str], excluded: list[str], expected: list[str]) -> None:
-    layers = [*LAYERS, *(name.replace("k_proj", "v_proj") for name in LAYERS if "k_proj" in name)] if "linear_qkv" in targets else LAYERS
+def test_layers_are_named_as_in_peft_or_in_megatron(
+    targets: list[str], excluded: list[str], expected: list[str]
+) -> None:
+    layers = (
+        [*LAYERS, *(name.replace("k_proj", "v_proj") for name in LAYERS if "k_proj" in name)]
+        if "linear_qkv" in targets
+        else LAYERS
+    )
     found = settings(target_modules=targets, exclude_modules=excluded).chosen(layers, OTHERS)
     assert [name for name in found if "v_proj" not in name] == expected
 
@@ -63,14 +78,19 @@ def test_what_cannot_be_adapted_is_refused_by_name(section: dict[str, Any], mess
 
 
 def test_how_factors_begin() -> None:
-    """As PEFT's Linear: A uniform up to 1 / sqrt(inputs), B zero; the same for one name and seed, and for no other."""
+    """As PEFT's Linear: A uniform up to 1 / sqrt(inputs), B zero; the same for one name and seed, and for no
+    other."""
     width, rank = 50, 400
     ours = {
         name: FirstFactors(settings(dim=rank, lora_A_init_method=name), ["a"], 3).read("a", "A", width)
         for name in ("kaiming", "xavier", "normal")
     }
     theirs = Linear(torch.nn.Linear(width, 7), "default", LoraConfig(r=rank), r=rank).lora_A["default"].weight
-    assert float(ours["kaiming"].abs().max()) == pytest.approx(float(theirs.abs().max()), rel=1e-3) == pytest.approx(width**-0.5, rel=1e-3)
+    assert (
+        float(ours["kaiming"].abs().max())
+        == pytest.approx(float(theirs.abs().max()), rel=1e-3)
+        == pytest.approx(width**-0.5, rel=1e-3)
+    )
     assert float(ours["kaiming"].std()) == pytest.approx(float(theirs.std()), rel=0.02)
     assert float(ours["xavier"].std()) == pytest.approx((2 / (width + rank)) ** 0.5, rel=0.02)
     assert float(ours["normal"].std()) == pytest.approx(1 / rank, rel=0.02)
@@ -90,12 +110,21 @@ def test_the_scale_is_stabilised_by_the_root_of_the_rank() -> None:
 def test_peft_s_config_lists_ends_of_names_where_they_are_enough() -> None:
     config = settings().as_peft(LAYERS[:4], LAYERS)
     # what ends as an expert's matrix does is written out
-    assert settings().as_peft([LAYERS[2], LAYERS[5]], [*LAYERS, *OTHERS])["target_modules"] == [LAYERS[2], LAYERS[5]]
-    assert config["target_modules"] == ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj", "q_proj"]
+    assert settings().as_peft([LAYERS[2], LAYERS[5]], [*LAYERS, *OTHERS])["target_modules"] == [
+        LAYERS[2],
+        LAYERS[5],
+    ]
+    assert config["target_modules"] == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.self_attn.k_proj",
+        "q_proj",
+    ]
 
 
 def test_a_merged_weight_is_rounded_once_and_the_base_stays() -> None:
-    weight, up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((7, 5), (7, 3), (3, 5)))
+    weight, up, down = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((7, 5), (7, 3), (3, 5))
+    )
     for dtype in (torch.float32, torch.bfloat16):
         base = weight.to(dtype)
         kept = base.clone()
@@ -107,8 +136,15 @@ def test_a_merged_weight_is_rounded_once_and_the_base_stays() -> None:
 
 
 def test_rows_of_fused_layers_are_those_of_their_parts() -> None:
-    """Query, key and value rows of two key-value groups; without an adapter of the key, its rows are those of zeros."""
-    rule = Rule("qkv", Kind.QKV, tuple(HuggingFaceTensor(f"{name}.weight", (rows, 4)) for name, rows in (("q", 12), ("k", 4), ("v", 4))))
+    """Query, key and value rows of two key-value groups; without an adapter of the key, its rows are those of
+    zeros."""
+    rule = Rule(
+        "qkv",
+        Kind.QKV,
+        tuple(
+            HuggingFaceTensor(f"{name}.weight", (rows, 4)) for name, rows in (("q", 12), ("k", 4), ("v", 4))
+        ),
+    )
     layout = shard_layout(rule, 2, 1, 2, 0)
     assert layout.spans[0] == Span(0, 6, 12)
     assert _order_of(layout, [0, 2], {0: 6, 2: 2}).tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 6, 7]
@@ -120,12 +156,18 @@ NEMO = {"enabled": True, "dim": 4, "alpha": 8}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"policy.megatron_cfg.peft": {**NEMO, "lora_A_init_method": "xavier"}}, {"dim": 4, "lora_A_init_method": "xavier"}),
+        (
+            {"policy.megatron_cfg.peft": {**NEMO, "lora_A_init_method": "xavier"}},
+            {"dim": 4, "lora_A_init_method": "xavier"},
+        ),
         ({"policy.dtensor_cfg": {"enabled": False, "lora_cfg": NEMO}}, None),
         (
             {
                 "policy.megatron_cfg": {"enabled": False},
-                "policy.dtensor_cfg": {"enabled": True, "lora_cfg": {**NEMO, "match_all_linear": True, "lora_A_init": "xavier"}},
+                "policy.dtensor_cfg": {
+                    "enabled": True,
+                    "lora_cfg": {**NEMO, "match_all_linear": True, "lora_A_init": "xavier"},
+                },
                 "policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}},
                 "policy.train_global_batch_size": 60,
                 "policy.generation.backend": "hf",
@@ -166,14 +208,24 @@ def test_models_beside_the_policy_have_none() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"rank": 5}, "has rank 4 there"), ({"alpha": 9.0}, "has scale 2 there"), ({"targets": ("k_proj",)}, "holds other layers")],
+    [
+        ({"rank": 5}, "has rank 4 there"),
+        ({"alpha": 9.0}, "has scale 2 there"),
+        ({"targets": ("k_proj",)}, "holds other layers"),
+    ],
 )
-def test_another_adapter_to_go_on_from_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_another_adapter_to_go_on_from_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     from megarl.models.engine.adapters import factor_name, write_peft
 
     stored = settings(dim=4, alpha=8, target_modules=["q_proj"], adapter_path=str(tmp_path / "adapter"))
     names = [LAYERS[0], LAYERS[3]]
-    factors = {factor_name(name, letter): torch.ones((4, 6) if letter == "A" else (6, 4)) for name in names for letter in "AB"}
+    factors = {
+        factor_name(name, letter): torch.ones((4, 6) if letter == "A" else (6, 4))
+        for name in names
+        for letter in "AB"
+    }
     write_peft(tmp_path / "adapter", stored.as_peft(names, LAYERS), factors)
     assert torch.equal(FirstFactors(stored, names, 0).read(names[0], "B", 6), torch.ones(6, 4))
     other = dataclasses.replace(stored, **change)

@@ -68,12 +68,19 @@ def test_a_place_on_a_dead_mount_is_named(
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_config("sft", tmp_path / "run", model, data)))
     assert main(["train", str(tmp_path / "run.yaml"), KEYS[key].format(dead_mount / "x"), "--dry-run"]) == 2
     said = capsys.readouterr().err
-    assert f"{key} = '{dead_mount / 'x'}': it has not answered for 0.2 s, as on a mount whose server is gone. Fix" in said
+    assert (
+        f"{key} = '{dead_mount / 'x'}': it has not answered for 0.2 s, as on a mount whose server is gone. "
+        "Fix"
+    ) in said
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("words", [["train", "{}/run.yaml"], ["status", "{}"], ["plot", ".", "{}"], ["samples", "{}"]])
-def test_a_command_line_may_name_one_too(words: list[str], dead_mount: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["train", "{}/run.yaml"], ["status", "{}"], ["plot", ".", "{}"], ["samples", "{}"]]
+)
+def test_a_command_line_may_name_one_too(
+    words: list[str], dead_mount: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word.format(dead_mount) for word in words]) == 2
     assert "has not answered for 0.2 s" in capsys.readouterr().err
 
@@ -105,7 +112,8 @@ def test_a_run_that_leads_to_a_dead_mount_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its own directory answers. A client that remembers still says that something is there, and then waits for what is in it."""
+    """Its own directory answers. A client that remembers still says that something is there, and then waits
+    for what is in it."""
     import yaml
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "timing/step_s": 1.0}\n')
@@ -114,7 +122,9 @@ def test_a_run_that_leads_to_a_dead_mount_is_named(
         (tmp_path / inner).symlink_to(dead_mount / inner)
     else:
         section = {"checkpoint_dir": str(dead_mount / "checkpoints")}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run_dir": "/somewhere", "checkpointing": section}))
+        (tmp_path / "config.yaml").write_text(
+            yaml.safe_dump({"run_dir": "/somewhere", "checkpointing": section})
+        )
     released, stat, listdir = threading.Event(), os.stat, os.listdir
 
     def look(path: Any, *more: Any, **others: Any) -> os.stat_result:
@@ -136,7 +146,10 @@ def test_a_run_that_leads_to_a_dead_mount_is_named(
     finally:
         released.set()
     said = capsys.readouterr()
-    assert f"run directory {tmp_path}: it, or what it leads to, has not answered for 0.2 s, as on a mount whose server is gone" in said.err
+    assert (
+        f"run directory {tmp_path}: it, or what it leads to, has not answered for 0.2 s, as on a mount "
+        "whose server is gone"
+    ) in said.err
     assert not said.out
 
 
@@ -174,7 +187,9 @@ def test_files_that_are_hashed_on_a_dead_mount_do_not_keep_the_program(tmp_path:
         (tmp_path / name).write_text(name)
     write_manifest(tmp_path)
     assert verify(tmp_path) == []
-    done = subprocess.run([sys.executable, "-c", READS, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", READS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("a place: it, or what it leads to, has not answered for 0.2 s")
 
 
@@ -189,7 +204,11 @@ def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(places, "_stat", stat)
     source = {"path": "c"}
-    config: dict[str, Any] = {"run_dir": "a", "policy": {"model_name": "b", "tokenizer": None}, "data": {"train": [source, {"path": "d"}]}}
+    config: dict[str, Any] = {
+        "run_dir": "a",
+        "policy": {"model_name": "b", "tokenizer": None},
+        "data": {"train": [source, {"path": "d"}]},
+    }
     config["data"]["validation"] = source
     found = dict(places_of(config))
     assert found == {
@@ -210,7 +229,9 @@ def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPa
 @sampled(2)
 @pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "without its lock"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_run_whose_directory_is_gone_ends_and_writes_no_more(how: str, call: int, tmp_path: Path, model: str, data: str) -> None:
+def test_a_run_whose_directory_is_gone_ends_and_writes_no_more(
+    how: str, call: int, tmp_path: Path, model: str, data: str
+) -> None:
     run_dir = tmp_path / "run"
 
     def lose(number: int) -> None:
@@ -227,7 +248,9 @@ def test_a_run_whose_directory_is_gone_ends_and_writes_no_more(how: str, call: i
             (run_dir / "launches.jsonl").write_text("")
 
     maker = PolicyMaker(at_call=lose)
-    with pytest.raises(StateError, match=rf"run directory {run_dir} was removed, renamed or replaced while .* Fix"):
+    with pytest.raises(
+        StateError, match=rf"run directory {run_dir} was removed, renamed or replaced while .* Fix"
+    ):
         run(make_config("sft", run_dir, model, data), maker)
     assert maker.policies[0].trained_steps == call
     if how == "without its lock":
@@ -254,8 +277,11 @@ def test_a_lock_knows_its_place(tmp_path: Path) -> None:
             lock.require_place()
 
 
-def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in: each time that anybody asks, it is an hour earlier. What people are shown is never negative."""
+def test_a_clock_that_is_set_back_changes_nothing(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in: each time that anybody asks, it is an hour earlier. What people are shown is never
+    negative."""
     assert run(make_config("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
     real, asked = time.time, [0]
 
@@ -272,6 +298,11 @@ def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path, model: str, da
     assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
     one, other = final_weights(tmp_path / "run"), final_weights(tmp_path / "whole")
     assert all(bool((one[name] == other[name]).all()) for name in other)
-    assert told["state"] == "finished" and told["checkpoint"]["age_s"] >= 0 and told["last_row_age_s"] >= 0 and told["step_s"] >= 0
+    assert (
+        told["state"] == "finished"
+        and told["checkpoint"]["age_s"] >= 0
+        and told["last_row_age_s"] >= 0
+        and told["step_s"] >= 0
+    )
     [launch] = read_launches(tmp_path / "run")
     assert launch.end is not None and launch.end < launch.start

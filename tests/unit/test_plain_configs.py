@@ -1,4 +1,5 @@
-"""A config that is read without transformers says what transformers makes of it, or nothing; and a model is judged alike either way."""
+"""A config that is read without transformers says what transformers makes of it, or nothing; and a model is
+judged alike either way."""
 
 from __future__ import annotations
 
@@ -27,13 +28,33 @@ from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
 
 TABLES = read_table("plain_configs.yaml")
 
-ODD: list[Any] = [None, True, False, 0, 1, 3, -1, 0.5, float("nan"), "x", [], [0], ["full_attention"] * 3, {"a": 1}]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    3,
+    -1,
+    0.5,
+    float("nan"),
+    "x",
+    [],
+    [0],
+    ["full_attention"] * 3,
+    {"a": 1},
+]
 ROPES: list[Any] = TABLES["ropes"]
 BACKENDS: dict[str, dict[str, Any]] = {
     "megatron": {"megatron_cfg": {"enabled": True}},
     "fsdp1": {},
     "dtensor": {
-        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2, "sequence_parallel": False, "custom_parallel_plan": None},
+        "dtensor_cfg": {
+            "enabled": True,
+            "tensor_parallel_size": 2,
+            "sequence_parallel": False,
+            "custom_parallel_plan": None,
+        },
     },
 }
 
@@ -54,7 +75,10 @@ PLAIN = [name for name, (config_class, _) in CONFIGS.items() if config_class.mod
 
 def test_every_plain_family_is_built_in() -> None:
     """Those without an entry are read with transformers, which takes seconds longer."""
-    assert PLAIN_FAMILIES.keys() < FAMILIES.keys() and {CONFIGS[name][0].model_type for name in PLAIN} == PLAIN_FAMILIES.keys()
+    assert (
+        PLAIN_FAMILIES.keys() < FAMILIES.keys()
+        and {CONFIGS[name][0].model_type for name in PLAIN} == PLAIN_FAMILIES.keys()
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -63,7 +87,9 @@ def test_what_transformers_writes_is_plain(name: str, tmp_path: Path) -> None:
     assert read_plain(content) == by_transformers(content)
 
 
-@pytest.mark.parametrize("name", [name for name, content in KNOWN_MODELS.items() if content["model_type"] in PLAIN_FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name for name, content in KNOWN_MODELS.items() if content["model_type"] in PLAIN_FAMILIES]
+)
 def test_published_models_are_plain(name: str) -> None:
     assert read_plain(KNOWN_MODELS[name]) == read_architecture(AutoConfig.for_model(**KNOWN_MODELS[name]))
 
@@ -73,16 +99,32 @@ def test_published_models_are_plain(name: str) -> None:
 def test_a_plain_config_is_never_read_otherwise_than_by_transformers(name: str, tmp_path: Path) -> None:
     """Whatever key is taken away, added or given another value."""
     content = saved(name, tmp_path)
-    added = {"num_experts", "num_local_experts", "num_mtp_layers", "use_mrope", "auto_map", "torch_dtype", "partial_rotary_factor"}
+    added = {
+        "num_experts",
+        "num_local_experts",
+        "num_mtp_layers",
+        "use_mrope",
+        "auto_map",
+        "torch_dtype",
+        "partial_rotary_factor",
+    }
     read = 0
-    for key in sorted({*content, *added, *INERT_KEYS, *FAMILIES[content["model_type"]].config_keys} - {"model_type"}):
+    for key in sorted(
+        {*content, *added, *INERT_KEYS, *FAMILIES[content["model_type"]].config_keys} - {"model_type"}
+    ):
         changes: list[dict[str, Any]] = [{key: value} for value in (*ODD, "float32", "auto")]
-        variants = [{**content, **change} for change in changes] + [{k: v for k, v in content.items() if k != key}]
+        variants = [{**content, **change} for change in changes] + [
+            {k: v for k, v in content.items() if k != key}
+        ]
         for variant in variants:
             read += same_or_nothing(variant)
     without = {key: value for key, value in content.items() if key not in ("rope_parameters", "rope_scaling")}
     for rope in ROPES:
-        for variant in ({"rope_parameters": rope}, {"rope_scaling": rope}, {"rope_scaling": rope, "rope_theta": 77.0}):
+        for variant in (
+            {"rope_parameters": rope},
+            {"rope_scaling": rope},
+            {"rope_scaling": rope, "rope_theta": 77.0},
+        ):
             read += same_or_nothing({**without, **variant})
     assert read > 50
 
@@ -122,8 +164,12 @@ JUDGED = (*DENSE, "qwen3_moe", "gpt_oss", "deepseek_v3")
 FAULTS: dict[str, Callable[[Path], object]] = {
     "none": lambda directory: None,
     "missing": lambda directory: change_tensors(directory, lambda tensors: tensors.pop("model.norm.weight")),
-    "unknown": lambda directory: change_tensors(directory, lambda tensors: tensors.update({"model.more": torch.ones(2)})),
-    "shape": lambda directory: change_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})),
+    "unknown": lambda directory: change_tensors(
+        directory, lambda tensors: tensors.update({"model.more": torch.ones(2)})
+    ),
+    "shape": lambda directory: change_tensors(
+        directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
+    ),
     "dtype": lambda directory: change_tensors(
         directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(42, dtype=torch.int8)})
     ),
@@ -147,5 +193,10 @@ def test_a_model_is_judged_alike_with_and_without_transformers(
     for name in JUDGED if backend == "megatron" else DENSE:
         save_tiny(tmp_path / name, name)
         FAULTS[fault](tmp_path / name)
-        policy = {"model_name": str(tmp_path / name), "trust_remote_code": False, "merged_adapter": None, **BACKENDS[backend]}
+        policy = {
+            "model_name": str(tmp_path / name),
+            "trust_remote_code": False,
+            "merged_adapter": None,
+            **BACKENDS[backend],
+        }
         assert verdict(monkeypatch, policy, plain=True) == verdict(monkeypatch, policy, plain=False), name

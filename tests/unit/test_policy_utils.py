@@ -77,7 +77,11 @@ def test_a_profiler_where_its_pattern_matches(monkeypatch: pytest.MonkeyPatch) -
 )
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, variable: str, set_before: str | None, capability: int, after: str | type[Exception]
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    set_before: str | None,
+    capability: int,
+    after: str | type[Exception],
 ) -> None:
     other = "PYTORCH_ALLOC_CONF" if variable == "PYTORCH_CUDA_ALLOC_CONF" else "PYTORCH_CUDA_ALLOC_CONF"
     # without a value, the newer variable is as good as not set
@@ -125,12 +129,23 @@ def test_a_config_of_a_family_that_transformers_knows_by_another_name(tmp_path: 
     ],
 )
 def test_one_queue_of_a_gpu_for_collectives_beside_products(
-    monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], gpus: bool, already: str | None, own: Any, expected: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, int],
+    gpus: bool,
+    already: str | None,
+    own: Any,
+    expected: str | None,
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if already is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", already)
-    megatron = {"enabled": True, "tensor_model_parallel_size": 1, "context_parallel_size": 1, **layout, "env_vars": own}
+    megatron = {
+        "enabled": True,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        **layout,
+        "env_vars": own,
+    }
     assert environment(megatron, gpus).get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
@@ -141,7 +156,12 @@ def environment(megatron: dict[str, Any], gpus: bool, precision: str = "bfloat16
 
 @pytest.mark.parametrize(
     ("precision", "gpus", "already", "expected"),
-    [("float32", True, None, "0"), ("bfloat16", True, None, None), ("float32", False, None, None), ("float32", True, "1", None)],
+    [
+        ("float32", True, None, "0"),
+        ("bfloat16", True, None, None),
+        ("float32", False, None, None),
+        ("float32", True, "1", None),
+    ],
 )
 def test_float32_is_float32_in_every_library(
     monkeypatch: pytest.MonkeyPatch, precision: str, gpus: bool, already: str | None, expected: str | None
@@ -184,6 +204,8 @@ def test_page_locked_memory_is_taken_by_several_threads(
 
 def test_other_backends_get_what_their_section_says() -> None:
     dtensor = {"enabled": True, "tensor_parallel_size": 2, "context_parallel_size": 1, "env_vars": {"A": 1}}
-    config = cast(PolicyConfig, {"dtensor_cfg": dtensor, "megatron_cfg": {"enabled": False}, "precision": "float32"})
+    config = cast(
+        PolicyConfig, {"dtensor_cfg": dtensor, "megatron_cfg": {"enabled": False}, "precision": "float32"}
+    )
     assert worker_environment(config, gpus=False) == {"A": "1"}
     assert worker_environment(config, gpus=True) == {"A": "1", **fast_pinning()}

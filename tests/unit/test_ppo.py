@@ -1,4 +1,5 @@
-"""PPO: whole runs of actor and critic around the plain reference policy, and what of a step can be worked out by a loop."""
+"""PPO: whole runs of actor and critic around the plain reference policy, and what of a step can be worked out
+by a loop."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ from megarl.run.resume import ResumePoint
 from megarl.run.run import run
 from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_ppo
-from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
+from tests.unit.driver_runs import (
+    STEPS,
+    Crash,
+    PolicyMaker,
+    comparable,
+    cut_off,
+    final_weights,
+    make_config,
+    rows,
+)
 from tests.unit.reference_policy import ReferencePolicy
 
 REWARD = f"{Path(__file__).parents[1] / 'toys' / 'digits.py'}:reward"
@@ -40,7 +50,10 @@ REWARD = f"{Path(__file__).parents[1] / 'toys' / 'digits.py'}:reward"
 def test_the_reward_is_that_of_the_last_token(seed: int, rows: int, length: int, penalized: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.rand(rows, length, generator=generator) < 0.5).float()
-    rewards, penalties = torch.randn(rows, generator=generator), torch.randn(rows, length, generator=generator)
+    rewards, penalties = (
+        torch.randn(rows, generator=generator),
+        torch.randn(rows, length, generator=generator),
+    )
     penalties[mask == 0] = math.nan
     found = rewards_of_tokens(rewards, mask, penalties if penalized else None)
     assert found.dtype == torch.float64
@@ -65,7 +78,8 @@ def test_explained_variance() -> None:
 
 
 class Models(PolicyMaker):
-    """Reference policies of both roles that note what they are given, and of which one at a time may be on the devices."""
+    """Reference policies of both roles that note what they are given, and of which one at a time may be on
+    the devices."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -75,12 +89,25 @@ class Models(PolicyMaker):
         self.values: list[Tensor] = []
         self.change_values = lambda values: values
 
-    def __call__(self, config: Any, tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, beside: Any = None) -> Any:
+    def __call__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        start: ResumePoint,
+        stack: ExitStack,
+        role: Role = ACTOR,
+        beside: Any = None,
+    ) -> Any:
         assert (beside is None) == (role == ACTOR)
         policy = self.by_role[role] = super().__call__(config, tokenizer, start, stack, role, beside)
         assert not self.there, "the others have left before one more is built"
         self.there.add(role)
-        for name in ("prepare_for_training", "prepare_for_lp_inference", "prepare_for_generation", "offload_after_refit"):
+        for name in (
+            "prepare_for_training",
+            "prepare_for_lp_inference",
+            "prepare_for_generation",
+            "offload_after_refit",
+        ):
             self._watch(role, policy, name)
         train, get_values = policy.train, policy.get_values
 
@@ -102,14 +129,17 @@ class Models(PolicyMaker):
 
         def moved() -> Any:
             self.there = self.there - {role} if name.startswith("offload") else self.there | {role}
-            assert len(self.there) <= 1, f"{name}: {sorted(each.name for each in self.there)} are on the devices at once"
+            assert len(self.there) <= 1, (
+                f"{name}: {sorted(each.name for each in self.there)} are on the devices at once"
+            )
             return move()
 
         setattr(policy, name, moved)
 
 
 def ppo(run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
-    """A run of PPO without a reference policy; answers have up to three tokens, and a reward for every right digit."""
+    """A run of PPO without a reference policy; answers have up to three tokens, and a reward for every right
+    digit."""
     config = make_config("ppo", run_dir, model, data, **section)
     config["env"] = {"reward": REWARD}
     config["loss_fn"]["reference_policy_kl_penalty"] = 0.0
@@ -127,30 +157,60 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @sampled(1)
 @pytest.mark.parametrize(("bootstrap", "normalize"), [(False, True), (True, False)])
-def test_a_step_is_that_of_the_slow_form(bootstrap: bool, normalize: bool, tmp_path: Path, model: str, data: str) -> None:
-    """Of answers that ended and of such that were cut off, with a divergence in the reward: worked out again, token by token."""
-    own = {"gae_gamma": 0.9, "gae_lambda": 0.8, "normalize_advantages": normalize, "bootstrap_truncated": bootstrap, "val_at_start": False}
+def test_a_step_is_that_of_the_slow_form(
+    bootstrap: bool, normalize: bool, tmp_path: Path, model: str, data: str
+) -> None:
+    """Of answers that ended and of such that were cut off, with a divergence in the reward: worked out again,
+    token by token."""
+    own = {
+        "gae_gamma": 0.9,
+        "gae_lambda": 0.8,
+        "normalize_advantages": normalize,
+        "bootstrap_truncated": bootstrap,
+        "val_at_start": False,
+    }
     config = ppo(tmp_path, model, data, max_num_steps=1, val_period=0, **own)
     config["data"]["max_input_seq_length"], config["policy"]["generation"]["max_new_tokens"] = 8, 12
-    config["loss_fn"] |= {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
+    config["loss_fn"] |= {
+        "reference_policy_kl_penalty": 0.3,
+        "use_kl_in_reward": True,
+        "reference_policy_kl_type": "k1",
+    }
     models = Models()
     assert run(config, models) == 0
     [(first, of_critic, value_loss), (second, of_actor, _)] = models.trained
     assert (first, second) == (CRITIC, ACTOR) and value_loss.value_clip == 0.2
-    assert not {"values", "returns", "prev_values"} & of_actor.keys(), "the actor is not sent what it does not read"
+    assert not {"values", "returns", "prev_values"} & of_actor.keys(), (
+        "the actor is not sent what it does not read"
+    )
     tokenizer, [row] = models.by_role[ACTOR].tokenizer, rows(tmp_path)
     from tests.toys.digits import reward  # as the run finds it, by its path
 
     lengths, mask = of_actor["input_lengths"].tolist(), of_actor["token_mask"]
     answers = ["0", "2", "4", "6", "8", "10", "12"]
-    texts = [tokenizer.decode(of_actor["input_ids"][index, mask[index] > 0], skip_special_tokens=True) for index in range(12)]
-    prompts = [tokenizer.decode(of_actor["input_ids"][index, :length][mask[index, :length] == 0]) for index, length in enumerate(lengths)]
-    rewards = [reward(text, answers[int(prompt.split("+")[0].strip()[-1])]) for text, prompt in zip(texts, prompts, strict=True)]
+    texts = [
+        tokenizer.decode(of_actor["input_ids"][index, mask[index] > 0], skip_special_tokens=True)
+        for index in range(12)
+    ]
+    prompts = [
+        tokenizer.decode(of_actor["input_ids"][index, :length][mask[index, :length] == 0])
+        for index, length in enumerate(lengths)
+    ]
+    rewards = [
+        reward(text, answers[int(prompt.split("+")[0].strip()[-1])])
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
     assert row["train/reward"] == pytest.approx(sum(rewards) / 12)
-    ended = [int(of_actor["input_ids"][index, length - 1]) == tokenizer.eos_token_id for index, length in enumerate(lengths)]
+    ended = [
+        int(of_actor["input_ids"][index, length - 1]) == tokenizer.eos_token_id
+        for index, length in enumerate(lengths)
+    ]
     assert len(set(ended)) == 2 and len(set(lengths)) > 1, "answers of both kinds, of several lengths"
     [values] = models.values
-    advantages, returns = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)
+    advantages, returns = (
+        torch.zeros(mask.shape, dtype=torch.float64),
+        torch.zeros(mask.shape, dtype=torch.float64),
+    )
     for index, length in enumerate(lengths):
         tokens = [place for place in range(length) if mask[index, place]]
         after = float(values[index, length - 1]) if bootstrap and not ended[index] else 0.0
@@ -192,8 +252,17 @@ def test_both_models_are_trained_resumed_and_take_turns(tmp_path: Path, model: s
     assert "score.weight" in critic and not same(critic, critic_weights(tmp_path / "whole", 2))
     assert same(critic_weights(tmp_path / "parts"), critic)
     logged = rows(tmp_path / "whole")[-1]
-    expected = {f"train/critic_{name}" for name in ("loss", "grad_norm", "lr", "clipped_share", "values_mean", "returns_mean")}
-    expected |= {"train/loss", "train/explained_variance", "train/probs_ratio_clamped", "timing/values_s", "timing/train_critic_s"}
+    expected = {
+        f"train/critic_{name}"
+        for name in ("loss", "grad_norm", "lr", "clipped_share", "values_mean", "returns_mean")
+    }
+    expected |= {
+        "train/loss",
+        "train/explained_variance",
+        "train/probs_ratio_clamped",
+        "timing/values_s",
+        "timing/train_critic_s",
+    }
     expected |= {"performance/memory_gib", "performance/critic_memory_gib", "validation/accuracy"}
     assert expected <= logged.keys()
     # each has a schedule of its own, which has warmed up by now
@@ -205,13 +274,18 @@ def test_the_critic_is_trained_alone_at_first(tmp_path: Path, model: str, data: 
     config = ppo(tmp_path, model, data, critic_warmup_steps=2, val_at_start=False, val_period=0)
     assert run(config, models) == 0
     assert [role.name for role, _, _ in models.trained] == ["critic"] * 2 + ["critic", "actor"] * 2
-    start, actor = (load_file(path / "model.safetensors") for path in (Path(model), tmp_path / "checkpoints/step_2/policy/weights"))
+    start, actor = (
+        load_file(path / "model.safetensors")
+        for path in (Path(model), tmp_path / "checkpoints/step_2/policy/weights")
+    )
     assert all(torch.equal(actor[name], start[name].float()) for name in actor)
     assert models.by_role[ACTOR].train_calls == 2 and models.by_role[CRITIC].train_calls == STEPS
     assert ["train/loss" in row for row in rows(tmp_path)] == [False, False, True, True]
 
 
-def test_checkpoints_may_be_ranked_by_what_the_actor_says_once_it_is_trained(tmp_path: Path, model: str, data: str) -> None:
+def test_checkpoints_may_be_ranked_by_what_the_actor_says_once_it_is_trained(
+    tmp_path: Path, model: str, data: str
+) -> None:
     config = ppo(tmp_path, model, data, critic_warmup_steps=2, val_at_start=False, val_period=0)
     config["checkpointing"] |= {"metric_name": "train/loss", "export_hf": False}
     assert run(config, Models()) == 0
@@ -219,7 +293,16 @@ def test_checkpoints_may_be_ranked_by_what_the_actor_says_once_it_is_trained(tmp
 
 def test_both_are_trained_on_a_step_as_often_as_they_are_told(tmp_path: Path, model: str, data: str) -> None:
     models = Models()
-    config = ppo(tmp_path, model, data, ppo_epochs=2, critic_ppo_epochs=3, max_num_steps=1, val_period=0, val_at_start=False)
+    config = ppo(
+        tmp_path,
+        model,
+        data,
+        ppo_epochs=2,
+        critic_ppo_epochs=3,
+        max_num_steps=1,
+        val_period=0,
+        val_at_start=False,
+    )
     assert run(config, models) == 0
     assert [role.name for role, _, _ in models.trained] == ["critic"] * 3 + ["actor"] * 2
     batches = [batch for _, batch, _ in models.trained]
@@ -232,37 +315,64 @@ def test_both_are_trained_on_a_step_as_often_as_they_are_told(tmp_path: Path, mo
 
 
 def test_metrics_of_epochs() -> None:
-    loss_fn: Any = SimpleNamespace(metric_reductions={"low": Reduction.MIN, "high": Reduction.MAX, "sum": Reduction.SUM})
-    one, other = ({"loss": [loss], "all_mb_metrics": {"low": [loss], "high": [loss], "sum": [loss, 1.0]}} for loss in (1.0, 4.0))
+    loss_fn: Any = SimpleNamespace(
+        metric_reductions={"low": Reduction.MIN, "high": Reduction.MAX, "sum": Reduction.SUM}
+    )
+    one, other = (
+        {"loss": [loss], "all_mb_metrics": {"low": [loss], "high": [loss], "sum": [loss, 1.0]}}
+        for loss in (1.0, 4.0)
+    )
     found = metrics_of_epochs([one, {**other, "grad_norm": torch.tensor(3.0)}], loss_fn)
     assert found == {"low": 1.0, "high": 4.0, "sum": 3.5, "loss": 2.5, "grad_norm": 3.0}
     assert metrics_of_epochs([one], loss_fn) == step_metrics(one, loss_fn)
 
 
 def test_groups_of_one_are_enough(tmp_path: Path, model: str, data: str) -> None:
-    config = ppo(tmp_path, model, data, num_prompts_per_step=6, num_generations_per_prompt=1, max_num_steps=2, val_period=0)
+    config = ppo(
+        tmp_path,
+        model,
+        data,
+        num_prompts_per_step=6,
+        num_generations_per_prompt=1,
+        max_num_steps=2,
+        val_period=0,
+    )
     del config["ppo"]["num_generations_per_prompt"]
     assert run(config, Models()) == 0
     assert all(row["train/reward_std"] >= 0 for row in rows(tmp_path) if "train/reward_std" in row)
 
 
-def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(tmp_path: Path, model: str, data: str) -> None:
+def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(
+    tmp_path: Path, model: str, data: str
+) -> None:
     models = Models()
     models.change_values = lambda values: values.index_fill(0, torch.tensor([1]), math.nan)
-    with pytest.raises(NonFiniteError, match=r"the critic says that \d+ of \d+ states are worth a number that is not finite"):
+    with pytest.raises(
+        NonFiniteError, match=r"the critic says that \d+ of \d+ states are worth a number that is not finite"
+    ):
         run(ppo(tmp_path, model, data), models)
     assert models.trained == []
 
 
 def advantages_of_a_critic(values: Tensor, truncated: list[bool]) -> Tensor:
-    """Advantages of three responses of two tokens behind a prompt of one, the last of which is not trained on."""
+    """Advantages of three responses of two tokens behind a prompt of one, the last of which is not trained
+    on."""
     algorithm: Any = object.__new__(PPO)
-    algorithm.config = {"gae_gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "bootstrap_truncated": True}
+    algorithm.config = {
+        "gae_gamma": 1.0,
+        "gae_lambda": 1.0,
+        "normalize_advantages": False,
+        "bootstrap_truncated": True,
+    }
     algorithm.config["rewards_by_turn"] = False
     algorithm.loss_config = {"use_kl_in_reward": False}
     mask = torch.tensor([[0.0, 1.0, 1.0]] * 3)
     batch = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 1.0, 0.0]), "values": values}
-    samples = {"reward": torch.ones(3), "truncated": torch.tensor(truncated), "input_lengths": torch.full((3,), 3)}
+    samples = {
+        "reward": torch.ones(3),
+        "truncated": torch.tensor(truncated),
+        "input_lengths": torch.full((3,), 3),
+    }
     found: Tensor = algorithm.advantages(samples, batch)[0]
     return found
 
@@ -278,7 +388,9 @@ def test_the_value_behind_a_response_is_read_where_it_was_truncated_alone(value:
     assert torch.equal(advantages_of_a_critic(values, [False, True, True]), clean)
     values[1, 2] = value
     # four states before tokens, and one behind
-    with pytest.raises(NonFiniteError, match=r"the critic says that 1 of 5 states are worth a number that is not finite"):
+    with pytest.raises(
+        NonFiniteError, match=r"the critic says that 1 of 5 states are worth a number that is not finite"
+    ):
         advantages_of_a_critic(values, [False, True, True])
 
 
@@ -290,7 +402,9 @@ def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: 
     (other / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 3}))
     config["critic"]["model_name"] = str(other)
     with pytest.raises(
-        ConfigError, match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there num_layers 2"
+        ConfigError,
+        match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there "
+        r"num_layers 2",
     ):
         validate_config(config)
 
@@ -306,7 +420,10 @@ def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: 
         ({"critic.train_global_batch_size": 60}, set()),
         ({"policy.train_global_batch_size": 7}, {"policy.train_global_batch_size"}),
         (
-            {"critic.megatron_cfg": {"sequence_parallel": True, "tensor_model_parallel_size": 1}, "critic.train_micro_batch_size": 5},
+            {
+                "critic.megatron_cfg": {"sequence_parallel": True, "tensor_model_parallel_size": 1},
+                "critic.train_micro_batch_size": 5,
+            },
             {"critic.megatron_cfg.sequence_parallel"},
         ),
         ({"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
@@ -340,7 +457,15 @@ class CutOff(Models):
         super().__init__()
         self.cut = cut
 
-    def __call__(self, config: Any, tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, beside: Any = None) -> Any:
+    def __call__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        start: ResumePoint,
+        stack: ExitStack,
+        role: Role = ACTOR,
+        beside: Any = None,
+    ) -> Any:
         policy = super().__call__(config, tokenizer, start, stack, role, beside)
         return cut_off(policy, self.cut) if role == ACTOR else policy
 
@@ -348,20 +473,29 @@ class CutOff(Models):
 def test_answers_that_were_all_cut_off_change_neither_model(tmp_path: Path, model: str, data: str) -> None:
     """Nor does the half of a step that is one global batch of both."""
     models = CutOff({1: slice(None), 2: slice(6), 3: slice(None), 4: slice(None)})
-    config = ppo(tmp_path, model, data, overlong_filtering=True, max_num_steps=9, val_period=0, val_at_start=False)
+    config = ppo(
+        tmp_path, model, data, overlong_filtering=True, max_num_steps=9, val_period=0, val_at_start=False
+    )
     config["checkpointing"] |= {"export_hf": False, "save_period": 1}
     config["policy"]["max_consecutive_skips"] = 2
-    with pytest.raises(BatchError, match=r"step 4: none of its 12 answers counts: 12 were cut off.*in 2 steps.*ppo\.overlong_filtering"):
+    with pytest.raises(
+        BatchError,
+        match=r"step 4: none of its 12 answers counts: 12 were cut off.*in 2 steps.*ppo\.overlong_filtering",
+    ):
         run(config, models)
     assert [(role, len(batch["input_ids"])) for role, batch, _ in models.trained] == [(CRITIC, 6), (ACTOR, 6)]
     assert models.by_role[ACTOR].trained_steps == models.by_role[CRITIC].trained_steps == 1
     first, second, third = rows(tmp_path)
     for row in (first, third):
-        assert row["train/truncated"] == 1.0 and row["train/empty_global_batches"] == row["train/critic_empty_global_batches"] == 2
+        assert (
+            row["train/truncated"] == 1.0
+            and row["train/empty_global_batches"] == row["train/critic_empty_global_batches"] == 2
+        )
         assert not {"train/loss", "train/critic_loss"} & row.keys()
     assert {"train/loss", "train/critic_loss"} <= second.keys() and second["train/critic_skipped_steps"] == 1
     for role in ("critic", "policy"):
         one, two, three = (
-            load_file(tmp_path / "checkpoints" / f"step_{step}" / role / "weights" / "model.safetensors") for step in (1, 2, 3)
+            load_file(tmp_path / "checkpoints" / f"step_{step}" / role / "weights" / "model.safetensors")
+            for step in (1, 2, 3)
         )
         assert not same(one, two) and same(two, three)

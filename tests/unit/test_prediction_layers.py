@@ -1,4 +1,5 @@
-"""Layers that predict further tokens: carried over both ways to the bit, all of a layer or nothing of it, and never lost in silence."""
+"""Layers that predict further tokens: carried over both ways to the bit, all of a layer or nothing of it, and
+never lost in silence."""
 
 from __future__ import annotations
 
@@ -65,7 +66,10 @@ def test_the_tiny_layers_are_those_that_transformers_reads(tmp_path: Path) -> No
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
     read = MtpModel.from_pretrained(model)
     assert torch.equal(read.layers[1].eh_proj.weight, added["model.layers.4.eh_proj.weight"])
-    assert torch.equal(read.layers[0].mtp_block.mlp.experts.down_proj[7], added["model.layers.3.mlp.experts.7.down_proj.weight"])
+    assert torch.equal(
+        read.layers[0].mtp_block.mlp.experts.down_proj[7],
+        added["model.layers.3.mlp.experts.7.down_proj.weight"],
+    )
 
 
 @sampled(1)
@@ -78,7 +82,9 @@ def test_the_tiny_layers_are_those_that_transformers_reads(tmp_path: Path) -> No
         (1, True, torch.float32, {"first_k_dense_replace": 3}),
     ],
 )
-def test_there_and_back_is_bit_exact(count: int, copies: bool, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_there_and_back_is_bit_exact(
+    count: int, copies: bool, dtype: torch.dtype, changes: dict[str, Any], tmp_path: Path
+) -> None:
     save_tiny(tmp_path / "hf", "deepseek_v3", dtype, **changes)
     add_prediction_layers(tmp_path / "hf", count, copies)
     assert_same_tensors(tmp_path / "hf", there_and_back(tmp_path / "hf"))
@@ -87,11 +93,17 @@ def test_there_and_back_is_bit_exact(count: int, copies: bool, dtype: torch.dtyp
     keys = [key for key in TorchDistCheckpoint(tmp_path / "mcore") if key.startswith("mtp.layers.0.")]
     layer = "mtp.layers.0.transformer_layer."
     outside = {f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")}
-    attention = {f"linear_{name}.weight" for name in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")}
+    attention = {
+        f"linear_{name}.weight" for name in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+    }
     attention |= {f"linear_{name}_up_proj.layer_norm_weight" for name in ("q", "kv")}
     mlp = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
     if changes.get("first_k_dense_replace") != 3:
-        mlp = {f"mlp.{block}.linear_fc{number}.weight" for block in ("experts.experts", "shared_experts") for number in (1, 2)}
+        mlp = {
+            f"mlp.{block}.linear_fc{number}.weight"
+            for block in ("experts.experts", "shared_experts")
+            for number in (1, 2)
+        }
         mlp |= {"pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.router.expert_bias"}
     inside = {"input_layernorm.weight", *mlp, *(f"self_attention.{name}" for name in attention)}
     assert set(keys) == outside | {layer + name for name in inside}
@@ -111,31 +123,41 @@ def test_weights_with_and_without_them_differ(tmp_path: Path) -> None:
     bring_in(tmp_path / "without", tmp_path / "mcore")
     found = verify(open_any(tmp_path / "with"), open_any(tmp_path / "mcore"))
     assert ("config", "prediction_layers") in {(difference.kind, difference.name) for difference in found}
-    assert ("missing", "model.layers.3.eh_proj.weight") in {(difference.kind, difference.name) for difference in found}
+    assert ("missing", "model.layers.3.eh_proj.weight") in {
+        (difference.kind, difference.name) for difference in found
+    }
 
 
 def test_every_missing_or_added_tensor_is_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "hf", "deepseek_v3", n_routed_experts=4, n_group=2, num_experts_per_tok=2, topk_group=1)
+    save_tiny(
+        tmp_path / "hf", "deepseek_v3", n_routed_experts=4, n_group=2, num_experts_per_tok=2, topk_group=1
+    )
     added = add_prediction_layers(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     for key in added:
         rest = {name: tensor for name, tensor in tensors.items() if name != key}
         repeated = "embed_tokens" in key or "shared_head.head" in key
-        for changed, named in [(rest, key)] * (not repeated) + [({**tensors, f"{key}_too": tensors[key].clone()}, f"{key}_too")]:
+        for changed, named in [(rest, key)] * (not repeated) + [
+            ({**tensors, f"{key}_too": tensors[key].clone()}, f"{key}_too")
+        ]:
             save_file(changed, file, metadata={"format": "pt"})
             with pytest.raises(ConversionError, match=named.replace(".", r"\.")):
                 bring_in(tmp_path / "hf", tmp_path / "mcore")
     # not counted by the config, they are unknown
     save_file(tensors, file, metadata={"format": "pt"})
     config = (tmp_path / "hf" / "config.json").read_text()
-    (tmp_path / "hf" / "config.json").write_text(config.replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0'))
+    (tmp_path / "hf" / "config.json").write_text(
+        config.replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0')
+    )
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.3\.eh_proj\.weight"):
         bring_in(tmp_path / "hf", tmp_path / "mcore")
     assert not (tmp_path / "mcore").exists()
 
 
-@pytest.mark.parametrize(("copy", "original"), [("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")])
+@pytest.mark.parametrize(
+    ("copy", "original"), [("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")]
+)
 def test_a_copy_that_says_something_else_is_refused(copy: str, original: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "deepseek_v3")
     add_prediction_layers(tmp_path / "hf")
@@ -143,7 +165,10 @@ def test_a_copy_that_says_something_else_is_refused(copy: str, original: str, tm
     tensors = load_file(file)
     tensors[name][100, 41] += 1e-6
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=rf"{name} differs from {original}\.weight".replace(".", r"\.").replace(r"\\.", r"\.")):
+    with pytest.raises(
+        ConversionError,
+        match=rf"{name} differs from {original}\.weight".replace(".", r"\.").replace(r"\\.", r"\."),
+    ):
         bring_in(tmp_path / "hf", tmp_path / "mcore")
     outcome = bring_in(tmp_path / "hf", tmp_path / "mcore", allow_missing=(name,))
     assert outcome.notes["left_out"] == [name]
@@ -161,16 +186,26 @@ def test_all_names_of_a_parameter_give_the_same_rule() -> None:
     grouped = rule_for(f"{layer}mlp.experts.linear_fc2.weight5", architecture)
     assert grouped.hf_names == ("model.layers.4.mlp.experts.5.down_proj.weight",)
     for name in ("enorm", "hnorm", "eh_proj"):
-        assert rule_for(f"mtp.layers.1.{name}.weight", architecture).hf_names == (f"model.layers.4.{name}.weight",)
-    assert rule_for("mtp.layers.1.final_layernorm.weight", architecture).hf_names == ("model.layers.4.shared_head.norm.weight",)
+        assert rule_for(f"mtp.layers.1.{name}.weight", architecture).hf_names == (
+            f"model.layers.4.{name}.weight",
+        )
+    assert rule_for("mtp.layers.1.final_layernorm.weight", architecture).hf_names == (
+        "model.layers.4.shared_head.norm.weight",
+    )
 
 
 @pytest.mark.usefixtures("one_process_group", "cpu_device")
 def test_megatron_has_the_same_parameters_under_the_same_keys() -> None:
-    """The oracle is Megatron-Core's own model with its own prediction layers, whose spec keeps the norms between projections apart."""
+    """The oracle is Megatron-Core's own model with its own prediction layers, whose spec keeps the norms
+    between projections apart."""
     architecture = read_architecture(tiny_config("deepseek_v3", num_nextn_predict_layers=2))
     settings = megatron_settings(architecture)
-    options = {"use_cpu_initialization": True, "persist_layer_norm": False, "gradient_accumulation_fusion": False, "mtp_num_layers": 2}
+    options = {
+        "use_cpu_initialization": True,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "mtp_num_layers": 2,
+    }
     config = MLATransformerConfig(**settings.transformer, **options, activation_func=torch.nn.functional.silu)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer_spec in spec.layer_specs:
@@ -185,10 +220,19 @@ def test_megatron_has_the_same_parameters_under_the_same_keys() -> None:
             names.append(rule.megatron_name)
     assert sorted(names) == sorted(rule.megatron_name for rule in all_rules(architecture))
     keys = {
-        value.key for value in model.mtp.sharded_state_dict("mtp.").values() if isinstance(value, (ShardedTensor, ShardedTensorFactory))
+        value.key
+        for value in model.mtp.sharded_state_dict("mtp.").values()
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory))
     }
-    places = [stored_place(rule, architecture, stacked=False) for rule in all_rules(architecture) if rule.megatron_name.startswith("mtp.")]
-    apart = {"linear_q_up_proj.layer_norm_weight": "q_layernorm.weight", "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight"}
+    places = [
+        stored_place(rule, architecture, stacked=False)
+        for rule in all_rules(architecture)
+        if rule.megatron_name.startswith("mtp.")
+    ]
+    apart = {
+        "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
+        "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
+    }
     expected = set()
     for place in places:
         before, dot, last = place.key.partition("self_attention.")
@@ -218,12 +262,16 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 
 
 def test_those_of_glm_come_back_to_the_bit(tmp_path: Path) -> None:
-    """Its attention is another one; and its config counts them where the weights that transformers saves have none."""
+    """Its attention is another one; and its config counts them where the weights that transformers saves have
+    none."""
     save_tiny(tmp_path / "hf", "glm4_moe", torch.bfloat16, num_nextn_predict_layers=1)
     assert_same_tensors(tmp_path / "hf", there_and_back(tmp_path / "hf"))
     save_tiny(tmp_path / "two" / "hf", "glm4_moe", torch.bfloat16)
     add_prediction_layers(tmp_path / "two" / "hf")
     assert_same_tensors(tmp_path / "two" / "hf", there_and_back(tmp_path / "two" / "hf"))
     keys = set(TorchDistCheckpoint(tmp_path / "two" / "mcore"))
-    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.transformer_layer.self_attention.linear_qkv.bias"} <= keys
+    assert {
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.transformer_layer.self_attention.linear_qkv.bias",
+    } <= keys
     assert "mtp.layers.0.transformer_layer.mlp.router.expert_bias" in keys

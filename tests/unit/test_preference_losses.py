@@ -1,4 +1,5 @@
-"""DPO and IPO against their equations, worked out by hand one pair at a time in float64: values, gradients and metrics."""
+"""DPO and IPO against their equations, worked out by hand one pair at a time in float64: values, gradients
+and metrics."""
 
 from __future__ import annotations
 
@@ -26,25 +27,43 @@ SETTINGS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.prod
 
 
 def preference_batch(seed: int) -> dict[str, Tensor]:
-    """Five pairs: one that does not count, one of which a row does not, one with an answer of which no token counts."""
+    """Five pairs: one that does not count, one of which a row does not, one with an answer of which no token
+    counts."""
     data = policy_gradient_batch(seed, rows=10)
     data["sample_mask"] = torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.float64)
     assert not data["token_mask"][9].any() and data["token_mask"][8, 1:].any()
     return data
 
 
-def worked_out(data: dict[str, Tensor], beta: float, weight: float, settings: dict[str, Any]) -> tuple[dict[str, float], Any]:
+def worked_out(
+    data: dict[str, Tensor], beta: float, weight: float, settings: dict[str, Any]
+) -> tuple[dict[str, float], Any]:
     """Metrics, and the gradient by the log-probabilities [B, S-1], token by token."""
     pairs = float(data["sample_mask"].sum()) / 2 + EPSILON
-    names = ("loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
+    names = (
+        "loss",
+        "sft_loss",
+        "preference_loss",
+        "accuracy",
+        "rewards_chosen_mean",
+        "rewards_rejected_mean",
+    )
     out, gradient = dict.fromkeys(names, 0.0), torch.zeros_like(data["current"][:, 1:])
     for first in range(0, len(data["current"]), 2):
         if not (data["sample_mask"][first] and data["sample_mask"][first + 1]):
             continue
-        places = [[place for place in range(1, data["current"].shape[1]) if data["token_mask"][row, place]] for row in (first, first + 1)]
-        shares = [1 / max(len(of_row), 1) if settings["preference_average_log_probs"] else 1.0 for of_row in places]
+        places = [
+            [place for place in range(1, data["current"].shape[1]) if data["token_mask"][row, place]]
+            for row in (first, first + 1)
+        ]
+        shares = [
+            1 / max(len(of_row), 1) if settings["preference_average_log_probs"] else 1.0 for of_row in places
+        ]
         rewards = [
-            share * math.fsum(float(data["current"][row, place] - data["reference"][row, place]) for place in of_row)
+            share
+            * math.fsum(
+                float(data["current"][row, place] - data["reference"][row, place]) for place in of_row
+            )
             for row, of_row, share in zip((first, first + 1), places, shares, strict=True)
         ]
         margin = rewards[0] - rewards[1]
@@ -70,7 +89,9 @@ def worked_out(data: dict[str, Tensor], beta: float, weight: float, settings: di
     return out, gradient
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values())
+)
 @pytest.mark.parametrize(("seed", "beta", "weight"), [(1, 0.4, 0.9), (2, 0.05, 1.0), (3, 2.0, 3.0)])
 def test_values_and_gradients(settings: dict[str, Any], seed: int, beta: float, weight: float) -> None:
     data = preference_batch(seed)
@@ -85,10 +106,14 @@ def test_values_and_gradients(settings: dict[str, Any], seed: int, beta: float, 
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-12, abs=1e-15), name
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], gradient, rtol=1e-12, atol=1e-15)
-    assert set(metrics) == set(loss_fn.metric_reductions) and not any(value.requires_grad for value in metrics.values())
+    assert set(metrics) == set(loss_fn.metric_reductions) and not any(
+        value.requires_grad for value in metrics.values()
+    )
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values())
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_pair_that_does_not_count_may_hold_anything(settings: dict[str, Any], value: float) -> None:
     """Pairs of which both rows are masked, or one, in the policy's log-probabilities or the reference's."""

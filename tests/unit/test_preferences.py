@@ -1,4 +1,5 @@
-"""Preference pairs: the forms in which they are stored, what is refused of them, and the batch that the loss reads."""
+"""Preference pairs: the forms in which they are stored, what is refused of them, and the batch that the loss
+reads."""
 
 from __future__ import annotations
 
@@ -25,12 +26,21 @@ TURNS = [SYSTEM, USER, BOT, {"role": "user", "content": "plus"}]
 
 
 def load(
-    directory: Path, rows: list[Any], template: str | None = "default", longest: int = 99, filters: bool = False, **more: Any
+    directory: Path,
+    rows: list[Any],
+    template: str | None = "default",
+    longest: int = 99,
+    filters: bool = False,
+    **more: Any,
 ) -> Dataset:
     file = directory / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = get_tokenizer({"name": save_tokenizer(directory / "t", chat=True), "chat_template": template})
-    config: Any = {"max_input_seq_length": longest, "filter_overlong_prompts": filters, "cache_dir": str(directory / "cache")}
+    config: Any = {
+        "max_input_seq_length": longest,
+        "filter_overlong_prompts": filters,
+        "cache_dir": str(directory / "cache"),
+    }
     source: Any = {"path": str(file), **KEYS, **more}
     return load_dataset(source, Reading(config, tokenizer, True, pairs=True))
 
@@ -40,14 +50,25 @@ def shown(data: Dataset, pair: int) -> list[str]:
     chosen, rejected = examples = data.select([pair])
     batch = supervised_batch(examples, 0)
     assert chosen.prompt_ids == rejected.prompt_ids and chosen.index == rejected.index == pair
-    learned = [words(ids[mask > 0].tolist()) for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True)]
+    learned = [
+        words(ids[mask > 0].tolist())
+        for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True)
+    ]
     return [words(list(chosen.prompt_ids)), *learned]
 
 
 def test_texts(tmp_path: Path) -> None:
-    rows = [{"q": {"p": "two"}, "c": "five", "r": "three three"}, {"q": {"p": [SYSTEM, USER]}, "c": "five", "r": "Q"}]
+    rows = [
+        {"q": {"p": "two"}, "c": "five", "r": "three three"},
+        {"q": {"p": [SYSTEM, USER]}, "c": "five", "r": "Q"},
+    ]
     data = load(tmp_path, rows, prompt_key="q.p")
-    assert len(data) == 2 and [example.answer for example in data.examples] == ["five", "three three", "five", "Q"]
+    assert len(data) == 2 and [example.answer for example in data.examples] == [
+        "five",
+        "three three",
+        "five",
+        "Q",
+    ]
     assert shown(data, 0) == ["<user> two <bot>", "five </s>", "three three </s>"]
     assert shown(data, 1)[1:] == ["five </s>", "Q </s>"]
 
@@ -62,19 +83,29 @@ def test_conversations_differ_in_their_last_turn(tmp_path: Path, prompt: bool, t
 
 
 def test_texts_and_conversations_in_one_source(tmp_path: Path) -> None:
-    rows = [{"p": "two", "c": "five", "r": "Q"}, {"p": TURNS, "c": [BOT], "r": [OTHER]}, {"p": "plus", "c": "Q", "r": "five"}]
+    rows = [
+        {"p": "two", "c": "five", "r": "Q"},
+        {"p": TURNS, "c": [BOT], "r": [OTHER]},
+        {"p": "plus", "c": "Q", "r": "five"},
+    ]
     data = load(tmp_path, rows, TURN_TEMPLATE, prompt_key="p")
     five, other, three = "five </s>", "Q </s>", "three three </s>"
     assert [shown(data, pair)[1:] for pair in range(3)] == [[five, other], [five, three], [other, five]]
 
 
 @pytest.mark.parametrize(("bound", "value"), [("_CHUNK", 4), ("_CHUNK", 3), ("_CHUNK_CHARACTERS", 1)])
-def test_a_pair_is_one_record_of_two_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
+def test_a_pair_is_one_record_of_two_examples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
     """Over the ends of chunks, wherever these would be, and where a source comes several times."""
     monkeypatch.setattr(datasets, bound, value)
     rows = [{"p": "two", "c": "five", "r": " ".join(["Q"] * (place + 1))} for place in range(5)]
     data = load(tmp_path, rows, prompt_key="p", repeat=2)
-    assert len(data) == 10 and len(data.examples) == 20 and [(each.start, each.end) for each in data.sources] == [(0, 10)]
+    assert (
+        len(data) == 10
+        and len(data.examples) == 20
+        and [(each.start, each.end) for each in data.sources] == [(0, 10)]
+    )
     assert [example.answer for example in data.select([7, 3])] == ["five", "Q Q Q", "five", "Q Q Q Q"]
     assert data.places([7, 3]) == [14, 15, 6, 7]
     assert [data.examples.origin(place) for place in (5, 15)] == [(0, 5), (0, 5)]
@@ -105,7 +136,11 @@ def test_what_is_learned_is_in_the_digest(tmp_path: Path) -> None:
         ({"c": [*TURNS, BOT]}, {}, r"has no key 'r'"),
         ({"p": None, "c": "1", "r": "2"}, {"prompt_key": "p"}, r"'p' = None is neither"),
         ({"p": "two", "c": None, "r": "2"}, {"prompt_key": "p"}, r"'c' is null"),
-        ({"p": TURNS, "c": [USER, BOT], "r": [BOT]}, {"prompt_key": "p"}, r"c\[4\] has the role 'user' after 'user'"),
+        (
+            {"p": TURNS, "c": [USER, BOT], "r": [BOT]},
+            {"prompt_key": "p"},
+            r"c\[4\] has the role 'user' after 'user'",
+        ),
         ([1], {}, r"is a list, expected an object"),
     ],
 )
@@ -117,28 +152,50 @@ def test_broken_pairs_are_named(tmp_path: Path, row: Any, more: dict[str, str], 
 
 def test_equal_answers_are_counted_and_named(tmp_path: Path) -> None:
     """Also texts that differ where the tokenizer sees no difference."""
-    rows = [{"p": "two", "c": c, "r": r} for c, r in (("five", "Q"), ("five", "five"), ("Q", "five"), ("three Q", "three  Q"))]
-    with pytest.raises(DataError, match=r"2 of 4 pairs have two answers with the same tokens.* line 2\): 'five'; .* line 4\): 'three Q'"):
+    rows = [
+        {"p": "two", "c": c, "r": r}
+        for c, r in (("five", "Q"), ("five", "five"), ("Q", "five"), ("three Q", "three  Q"))
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"2 of 4 pairs have two answers with the same tokens.* line 2\): 'five'; .* line 4\): 'three "
+        r"Q'",
+    ):
         load(tmp_path, rows, prompt_key="p")
     with pytest.raises(DataError, match="1 of 1 pairs have two answers with the same tokens"):
         load(tmp_path, [{"c": [*TURNS, BOT], "r": [*TURNS, BOT]}], TURN_TEMPLATE)
 
 
 def test_empty_answers_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"p": "two", "c": "", "r": "five"}, {"p": "two", "c": "five", "r": "Q"}, {"p": "two", "c": "five", "r": " "}]
+    rows = [
+        {"p": "two", "c": "", "r": "five"},
+        {"p": "two", "c": "five", "r": "Q"},
+        {"p": "two", "c": "five", "r": " "},
+    ]
     data = load(tmp_path, rows, prompt_key="p")
     assert shown(data, 0) == ["<user> two <bot>", "</s>", "five </s>"]
     assert "2 empty answers in 3 pairs" in caplog.text
     assert "line 1): the chosen one" in caplog.text and "line 3): the rejected one" in caplog.text
 
 
-def test_a_pair_goes_where_either_answer_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pair_goes_where_either_answer_is_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"p": "two", "c": "five", "r": answer} for answer in ("Q", "Q Q", "Q Q Q")]
     rows.append({"p": "two", "c": "five five five", "r": "Q"})
     found = load(tmp_path, rows, longest=6, filters=True, prompt_key="p")
-    assert [(example.index, example.answer) for example in found.examples] == [(0, "five"), (0, "Q"), (1, "five"), (1, "Q Q")]
+    assert [(example.index, example.answer) for example in found.examples] == [
+        (0, "five"),
+        (0, "Q"),
+        (1, "five"),
+        (1, "Q Q"),
+    ]
     assert "2 of 4 records (50.00 %) are left out" in caplog.text
-    with pytest.raises(DataError, match=r"2 of 4 pairs exceed .* = 6\. Fix: raise it to 7, .* line 3\): 7 tokens; .* line 4\): 7 tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"2 of 4 pairs exceed .* = 6\. Fix: raise it to 7, .* line 3\): 7 tokens; .* line 4\): 7 "
+        r"tokens",
+    ):
         load(tmp_path, rows, longest=6, prompt_key="p")
     with pytest.raises(DataError, match="all 4 pairs exceed"):
         load(tmp_path, rows, longest=1, filters=True, prompt_key="p")
@@ -147,17 +204,22 @@ def test_a_pair_goes_where_either_answer_is_too_long(tmp_path: Path, caplog: pyt
 
 
 def test_the_loss_reads_the_batch(tmp_path: Path) -> None:
-    """Against the formula, a pair at a time: -log sigmoid(beta (R_chosen - R_rejected)), R over the tokens that are learned."""
+    """Against the formula, a pair at a time: -log sigmoid(beta (R_chosen - R_rejected)), R over the tokens
+    that are learned."""
     rows = [{"c": [*TURNS, BOT], "r": [*TURNS, OTHER]}, {"c": [USER, OTHER], "r": [USER, BOT]}]
     batch = supervised_batch(load(tmp_path, rows, TURN_TEMPLATE).select(range(2)), 0)
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = (torch.randn(batch["input_ids"].shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    ours, theirs = (
+        torch.randn(batch["input_ids"].shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     batch["reference_policy_logprobs"] = torch.roll(theirs, -1, dims=1)
     tokens = batch["token_mask"][:, 1:].sum()
     loss, _ = DPOLossFn({"reference_policy_kl_penalty": 0.3})(batch, torch.tensor(4.0), tokens, ours[:, 1:])
     expected = 0.0
     for row in (0, 2):
         learned = [batch["token_mask"][each] > 0 for each in (row, row + 1)]
-        better, worse = (float((ours - theirs)[row + place][mask].sum()) for place, mask in enumerate(learned))
+        better, worse = (
+            float((ours - theirs)[row + place][mask].sum()) for place, mask in enumerate(learned)
+        )
         expected += math.log1p(math.exp(-0.3 * (better - worse))) / 2
     assert float(loss) == pytest.approx(expected, rel=1e-6)

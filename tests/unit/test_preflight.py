@@ -1,4 +1,5 @@
-"""What a run needs of a machine is checked before anything is created, and everything is named in one list."""
+"""What a run needs of a machine is checked before anything is created, and everything is named in one
+list."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_a_machine_that_has_everything(config: dict[str, Any]) -> None:
 def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """None of them runs on a machine without a GPU or a network; the dry run has the same list as a warning."""
+    """None of them runs on a machine without a GPU or a network; the dry run has the same list as a
+    warning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     # what is free changes from one look to the next
@@ -65,7 +67,11 @@ def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     refused = capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     lines = [line for line in refused.splitlines() if line.startswith("  ")]
-    assert lines and "on this machine, where nothing was started:" in refused and all(". Fix: " in line for line in lines)
+    assert (
+        lines
+        and "on this machine, where nothing was started:" in refused
+        and all(". Fix: " in line for line in lines)
+    )
     needs_gpu = load_and_check(recipe, [])["cluster"]["device"] == "cuda"
     assert any("cluster.device" in line for line in lines) is needs_gpu
     console = Console(width=100, record=True)
@@ -145,7 +151,13 @@ def closed_port() -> int:
     ],
 )
 def test_devices(
-    device: str, present: int, visible: str | None, ranks: int, said: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    device: str,
+    present: int,
+    visible: str | None,
+    ranks: int,
+    said: str,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preflight.nvml, "count_devices", lambda: present)
     if visible is not None:
@@ -158,7 +170,9 @@ def test_devices(
     assert list(preflight.absent_devices(config)) == []
 
 
-def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_the_checkpoints(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     # both are on one disk, of which one finding is enough
@@ -167,7 +181,9 @@ def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_pat
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(total=0, free=0))
     assert findings(config) == []
     # exports of 1 GiB, and checkpoints of 4
-    monkeypatch.setattr(preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30)
+    monkeypatch.setattr(
+        preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30
+    )
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=4 << 30))
     assert "writes 5.0 GiB" in findings(config)[0].bound
     written = Path(config["run_dir"]) / "checkpoints"
@@ -185,12 +201,16 @@ def test_checkpoints_on_another_file_system_need_no_room_in_the_runs_directory(
             pytest.skip("one file system holds both")
         config["checkpointing"]["checkpoint_dir"] = f"{elsewhere}/checkpoints"
         usage = preflight.shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30)
+        monkeypatch.setattr(
+            preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30
+        )
         room = {tmp_path: 2 << 30, Path(elsewhere): 5 << 30}
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: usage._replace(free=room[place]))
         assert findings(config) == []
         room[Path(elsewhere)] = 3 << 30
-        assert "writes 4.0 GiB" in findings(config)[0].bound and keys(config) == ["checkpointing.checkpoint_dir"]
+        assert "writes 4.0 GiB" in findings(config)[0].bound and keys(config) == [
+            "checkpointing.checkpoint_dir"
+        ]
 
 
 def test_a_directory_that_has_the_name_of_a_package_is_none(
@@ -203,9 +223,14 @@ def test_a_directory_that_has_the_name_of_a_package_is_none(
 
 
 def test_limits_of_this_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {resource.RLIMIT_NOFILE: (100, 100), resource.RLIMIT_NPROC: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)}
+    limits = {
+        resource.RLIMIT_NOFILE: (100, 100),
+        resource.RLIMIT_NPROC: (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    }
     monkeypatch.setattr(preflight.resource, "getrlimit", limits.__getitem__)
-    monkeypatch.setattr(preflight, "_limits_of_processes", lambda: iter([("ulimit -u", 400, 200), ("pids.max", 5000, 200)]))
+    monkeypatch.setattr(
+        preflight, "_limits_of_processes", lambda: iter([("ulimit -u", 400, 200), ("pids.max", 5000, 200)])
+    )
     assert keys(config) == ["ulimit -n", "ulimit -u"]
 
 
@@ -223,15 +248,22 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path, model: str) -> None:
     assert (tmp_path / "runs" / "mine" / "run.lock").exists()
 
 
-def test_a_real_start_that_is_refused_starts_no_ray(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_start_that_is_refused_starts_no_ray(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.run.run.start_ray", lambda *_: pytest.fail("Ray was started"))
     config["cluster"]["device"] = "cuda"
-    with pytest.raises(MachineError, match=r"1 error on this machine, where nothing was started:\n  1\. cluster.device = 'cuda'"):
+    with pytest.raises(
+        MachineError,
+        match=r"1 error on this machine, where nothing was started:\n  1\. cluster.device = 'cuda'",
+    ):
         run(config)
     assert not Path(config["run_dir"]).parent.exists()
 
 
-def test_a_name_server_that_never_answers_is_not_waited_for(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_never_answers_is_not_waited_for(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import threading
 
     done = threading.Event()

@@ -1,4 +1,5 @@
-"""Profiles: torch's trace as a browser reads it, the capture range of the CUDA profiler, what the environment says."""
+"""Profiles: torch's trace as a browser reads it, the capture range of the CUDA profiler, what the environment
+says."""
 
 from __future__ import annotations
 
@@ -38,8 +39,15 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_the_capture_range_opens_and_closes_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "profiler", SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop")))
-    for runtime in (DeviceRuntime(torch.device("cpu"), "gloo"), DeviceRuntime(torch.device("cuda", 0), "nccl")):
+    monkeypatch.setattr(
+        torch.cuda,
+        "profiler",
+        SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop")),
+    )
+    for runtime in (
+        DeviceRuntime(torch.device("cpu"), "gloo"),
+        DeviceRuntime(torch.device("cuda", 0), "nccl"),
+    ):
         runtime.profiler_start()
         runtime.profiler_stop()
     assert calls == ["start", "stop"]
@@ -51,14 +59,19 @@ def test_environment_fills_what_the_configuration_leaves_out(monkeypatch: pytest
     assert with_environment({"seed": 1}) == {"seed": 1}
     monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", "3:5")
     monkeypatch.setenv("MEGARL_NSYS_WORKER_PATTERNS", "*policy*")
-    assert with_environment({"seed": 1}) == {"seed": 1, "profiler": {"steps": [3, 5], "nsys_workers": "*policy*"}}
+    assert with_environment({"seed": 1}) == {
+        "seed": 1,
+        "profiler": {"steps": [3, 5], "nsys_workers": "*policy*"},
+    }
     for wrong in ("3-5", "3", "3:5:7", "a:5", ":"):
         monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", wrong)
         with pytest.raises(ConfigError, match=r"MEGARL_NSYS_PROFILE_STEP_RANGE = .*write 3:5"):
             with_environment({})
     monkeypatch.setenv("MEGARL_NSYS_PROFILE_STEP_RANGE", "3:5")
     given = {"profiler": {"steps": [7, 8], "nsys_workers": None, "torch_ranks": [1]}}
-    assert with_environment(given) == {"profiler": {"steps": [7, 8], "nsys_workers": "*policy*", "torch_ranks": [1]}}
+    assert with_environment(given) == {
+        "profiler": {"steps": [7, 8], "nsys_workers": "*policy*", "torch_ranks": [1]}
+    }
 
 
 def test_worker_groups_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,12 @@ TABLES = read_table("programs_tests.yaml")
 PLAIN = Limits(seconds=20.0, isolated=False)
 ISOLATED = Limits(seconds=20.0)
 BUBBLEWRAP = shutil.which("bwrap") or ""
-needs_bubblewrap = pytest.mark.skipif(not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not")
-needs_namespaces = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no namespaces here: {fault_of_isolation()}")
+needs_bubblewrap = pytest.mark.skipif(
+    not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not"
+)
+needs_namespaces = pytest.mark.skipif(
+    fault_of_isolation() is not None, reason=f"no namespaces here: {fault_of_isolation()}"
+)
 
 
 def fenced(code: str, before: str = "") -> str:
@@ -61,7 +65,15 @@ def fenced(code: str, before: str = "") -> str:
 
 def result_of(code: str, limits: Limits) -> str:
     """What a program writes; empty where it does not end well."""
-    task = json.dumps({"code": code, "packages": site.getsitepackages(), "function": "", "given_names": [], "given_modules": []})
+    task = json.dumps(
+        {
+            "code": code,
+            "packages": site.getsitepackages(),
+            "function": "",
+            "given_names": [],
+            "given_modules": [],
+        }
+    )
     with file_of(task) as source, file_of() as nothing, file_of() as written:
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits, nothing, written, (source.fileno(),)) as started:
@@ -91,7 +103,12 @@ STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"
         (ADDS.replace("a + b", "3"), TEXT, 0, 0.5),
         ("print(3)\nraise SystemExit(1)", TEXT, 0, 0),
         ("syntax error", TEXT, 0, 0),
-        (f"import sys\nif __name__ == '__main__':\n    {ADDS.replace(chr(10), chr(10) + '    ')}", TEXT, 1, 1),
+        (
+            f"import sys\nif __name__ == '__main__':\n    {ADDS.replace(chr(10), chr(10) + '    ')}",
+            TEXT,
+            1,
+            1,
+        ),
         (SUM, CALLS, 1, 1),
         (SOLUTION, CALLS, 1, 1),
         (SUM, LINES, 1, 1),
@@ -134,13 +151,16 @@ class Solution:
 
 @pytest.mark.parametrize("form", ["calls", "statements"])
 def test_a_method_of_solution_finds_what_its_site_imports(form: str) -> None:
-    """pow stays Python's own, of three arguments, and bisect is the module where the program takes something of it."""
+    """pow stays Python's own, of three arguments, and bisect is the module where the program takes something
+    of it."""
     expected = {"total": 8, "least": 1, "left": 4, "power": 2, "most": 2, "found": 7}
     statements = [f"assert Solution().run([2, 1, 3, 2]) == {expected}"]
     calls = {"fn_name": "run", "inputs": [[[2, 1, 3, 2]]], "outputs": [expected]}
     assert judge(fenced(LEETCODE), json.dumps(calls if form == "calls" else statements), PLAIN) == 1.0
     other = "def add(a: List[int], b) -> int:\n    return a + bisect([1, 2, 3], b)"
-    assert judge(fenced(other), json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}), PLAIN) == 1.0
+    assert (
+        judge(fenced(other), json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}), PLAIN) == 1.0
+    )
 
 
 @sampled(2)
@@ -157,12 +177,18 @@ def test_a_method_of_solution_finds_what_its_site_imports(form: str) -> None:
 )
 def test_what_a_program_is_given_does_not_answer_for_it(code: str, score: float) -> None:
     """The function that is asked for may have the name of one that is imported."""
-    assert judge(fenced(code), json.dumps({"fn_name": "gcd", "inputs": [[12, 18]], "outputs": [6]}), PLAIN) == score
+    assert (
+        judge(fenced(code), json.dumps({"fn_name": "gcd", "inputs": [[12, 18]], "outputs": [6]}), PLAIN)
+        == score
+    )
 
 
 def test_a_whole_program_imports_what_it_needs() -> None:
     assert judge(fenced("print(gcd(4, 6))"), json.dumps({"inputs": [""], "outputs": ["2"]}), PLAIN) == 0.0
-    assert judge(fenced("def add(a, b):\n    return gcd(a, b)"), json.dumps(["assert add(4, 6) == 2"]), PLAIN) == 0.0
+    assert (
+        judge(fenced("def add(a, b):\n    return gcd(a, b)"), json.dumps(["assert add(4, 6) == 2"]), PLAIN)
+        == 0.0
+    )
 
 
 def test_the_last_block_that_ends_is_the_program() -> None:
@@ -276,21 +302,49 @@ NAMED = json.dumps({"func_name": "f"})
         ([{**PAIR, "metadata": NAMED}], CALL),
         ([{**PAIR, "metadata": {"func_name": "f"}}], CALL),
         (json.dumps([{**PAIR, "metadata": NAMED}]), CALL),
-        ({"public_test_cases": json.dumps([PAIR]), "private_test_cases": json.dumps([PAIR]), "metadata": NAMED}, CALL * 2),
+        (
+            {
+                "public_test_cases": json.dumps([PAIR]),
+                "private_test_cases": json.dumps([PAIR]),
+                "metadata": NAMED,
+            },
+            CALL * 2,
+        ),
         ({"tests": [PAIR], "fn_name": "f"}, CALL),
         ({"input_output": json.dumps({"fn_name": "f", "inputs": [["abc"]], "outputs": ["cba"]})}, CALL),
         ({"fn_name": "f", "inputs": '[["abc"]]', "outputs": '["cba"]'}, CALL),
-        ({"test_cases": [{"type": "function_call", "fn_name": "f", "input": ["abc"], "output": "cba"}]}, CALL),
-        ([{"input": "1", "output": "2", "testtype": "stdin", "metadata": '{"func_name": null}'}], [forms.Test("1", "2")]),
+        (
+            {"test_cases": [{"type": "function_call", "fn_name": "f", "input": ["abc"], "output": "cba"}]},
+            CALL,
+        ),
+        (
+            [{"input": "1", "output": "2", "testtype": "stdin", "metadata": '{"func_name": null}'}],
+            [forms.Test("1", "2")],
+        ),
         ([{"type": "stdin_stdout", "input": "1", "output": "2"}], [forms.Test("1", "2")]),
         ({"test_list": ["assert f(1) == 2"]}, [forms.Test(statement="assert f(1) == 2")]),
         (
-            {"test_list": ["assert f(x)"], "test_setup_code": "x = 1", "test_imports": ["import math"], "challenge_test_list": []},
+            {
+                "test_list": ["assert f(x)"],
+                "test_setup_code": "x = 1",
+                "test_imports": ["import math"],
+                "challenge_test_list": [],
+            },
             [forms.Test(statement="import math\nx = 1\nassert f(x)")],
         ),
         ({"test_list": '["assert f(1)"]'}, [forms.Test(statement="assert f(1)")]),
-        ({"public_test_cases": [PAIR], "private_test_cases": packed(json.dumps([PAIR]).encode()), "metadata": NAMED}, CALL * 2),
-        ({"input_output": packed(json.dumps({"inputs": ["1"], "outputs": ["2"]}).encode(), level=1)}, [forms.Test("1", "2")]),
+        (
+            {
+                "public_test_cases": [PAIR],
+                "private_test_cases": packed(json.dumps([PAIR]).encode()),
+                "metadata": NAMED,
+            },
+            CALL * 2,
+        ),
+        (
+            {"input_output": packed(json.dumps({"inputs": ["1"], "outputs": ["2"]}).encode(), level=1)},
+            [forms.Test("1", "2")],
+        ),
         (packed(json.dumps([{"input": "1", "output": "2"}]).encode(), level=0), [forms.Test("1", "2")]),
     ],
 )
@@ -299,8 +353,11 @@ def test_tests_in_the_forms_in_which_they_are_published(answer: object, tests: l
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_of_one_text_is_read_without_unpickling(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As LiveCodeBench publishes its private tests; short texts, long ones, and letters of all sizes have opcodes of their own."""
+def test_a_pickle_of_one_text_is_read_without_unpickling(
+    protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LiveCodeBench publishes its private tests; short texts, long ones, and letters of all sizes have
+    opcodes of their own."""
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("it was unpickled"))
     for content in ("abc", "\N{SNOWMAN}" * 400, "\\u0041\n"):
         pair = {**PAIR, "input": json.dumps(content)}
@@ -322,7 +379,10 @@ def test_a_pickle_of_anything_else_is_refused(tmp_path: Path) -> None:
             packed_tests = packed(pickle.dumps(content, protocol))
             for answer in (json.dumps({"private_test_cases": packed_tests, "metadata": NAMED}), packed_tests):
                 fault = str(fault_of_tests(answer))
-                assert "is packed as a pickle of more than one text" in fault and "json.loads(pickle.loads(zlib.decompress(" in fault
+                assert (
+                    "is packed as a pickle of more than one text" in fault
+                    and "json.loads(pickle.loads(zlib.decompress(" in fault
+                )
     assert not trace.exists()
 
 
@@ -355,13 +415,19 @@ def test_statements_that_run_in_process_leave_a_doubt() -> None:
     outside, inside = "assert f(1) == 2", "import numpy as np\nassert np.allclose(f(1), 2)"
     assert reward.fault_of_reference(json.dumps([outside] * 3)) is None
     doubt = reward.fault_of_reference(json.dumps([outside, inside]))
-    assert isinstance(doubt, Doubt) and "np.allclose" in doubt.why and "the module numpy is not there outside" in doubt.why
+    assert (
+        isinstance(doubt, Doubt)
+        and "np.allclose" in doubt.why
+        and "the module numpy is not there outside" in doubt.why
+    )
     assert isinstance(reward.fault_of_reference("12"), str)
 
 
 def test_a_doubt_of_one_reward_hides_no_fault_of_another() -> None:
     section = {"on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0, "rewards": {}}
-    section["rewards"] = {name: {**section, "reward": name, "isolation": "preferred"} for name in ("code", "gsm8k")}
+    section["rewards"] = {
+        name: {**section, "reward": name, "isolation": "preferred"} for name in ("code", "gsm8k")
+    }
     environment = SingleTurn({"reward": None, **section})
     try:
         answer = json.dumps(["import numpy\nassert numpy.all(f(1))"])
@@ -422,13 +488,29 @@ def test_what_is_evaluated_outside_is_bounded(statement: str) -> None:
     assert judge(fenced("def f(x):\n    return 1"), json.dumps([statement]), PLAIN) == 0.0
 
 
-NUMBERS = st.one_of(st.integers(), st.integers(-(2**300), 2**300), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False))
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(), st.binary(), st.decimals(allow_nan=False, places=3), st.fractions())
+NUMBERS = st.one_of(
+    st.integers(),
+    st.integers(-(2**300), 2**300),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.text(),
+    st.binary(),
+    st.decimals(allow_nan=False, places=3),
+    st.fractions(),
+)
 KEYS = st.one_of(LEAVES, st.tuples(LEAVES, LEAVES), st.frozensets(LEAVES, max_size=3))
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.tuples(inner, inner), st.sets(KEYS, max_size=4), st.dictionaries(KEYS, inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.sets(KEYS, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4),
     ),
     max_leaves=8,
 )
@@ -509,7 +591,10 @@ def test_what_comes_back_is_bounded_over_all_calls(returned: str, calls: int, pa
     assert judge(fenced(f"def f():\n    return {returned}"), json.dumps([statement]), PLAIN) == passes
 
 
-WAYS = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
+WAYS = [
+    pytest.param(PLAIN, id="limits alone"),
+    pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces),
+]
 WAYS.append(pytest.param(replace(ISOLATED, bubblewrap=BUBBLEWRAP), id="bubblewrap", marks=needs_bubblewrap))
 
 
@@ -521,13 +606,26 @@ def test_limits(limits: Limits) -> None:
     assert result_of("print(len(bytearray(10 << 20)))", small) == f"{10 << 20}\n"
     assert result_of("bytearray(500 << 20)\nprint(1)", small) == ""
     assert result_of("open('file', 'wb').write(bytes(1 << 19))\nprint(1)", small) == "1\n"
-    assert result_of("open('file', 'wb', buffering=0).write(bytes(1 << 21))\nopen('file', 'ab').write(b'1' * 99999)\nprint(1)", small) == ""
+    assert (
+        result_of(
+            "open('file', 'wb', buffering=0).write(bytes(1 << 21))\nopen('file', 'ab').write(b'1' * "
+            "99999)\nprint(1)",
+            small,
+        )
+        == ""
+    )
     assert result_of("while True: print('x' * 9999)", small) == ""
     assert result_of("import os\nfor _ in range(99): os.dup(0)\nprint(1)", small) == ""
-    children = "import os, time\nfor _ in range({}):\n    if not os.fork():\n        time.sleep({})\n        os._exit(0)\n{}print(1)"
+    children = (
+        "import os, time\nfor _ in range({}):\n    if not os.fork():\n        time.sleep({})\n       "
+        " os._exit(0)\n{}print(1)"
+    )
     waits = "while True:\n    try: os.wait()\n    except OSError: break\n"
     roomy = replace(limits, memory_mb=1024, processes=6, file_mb=1)
-    assert result_of(children.format(3, 0.1, waits), roomy) == "1\n" and result_of(children.format(20, 0.5, waits), roomy) == ""
+    assert (
+        result_of(children.format(3, 0.1, waits), roomy) == "1\n"
+        and result_of(children.format(20, 0.5, waits), roomy) == ""
+    )
 
 
 @sampled(1)
@@ -557,14 +655,21 @@ def commands() -> Iterator[Path]:
 def test_nothing_of_the_run_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
     assert result_of("import os\nprint('SECRET_OF_THE_RUN' in os.environ)", PLAIN) == "False\n"
-    assert result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN) == result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN) != ""
+    assert (
+        result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN)
+        == result_of("print(list({'a', 'b', 'c', 'd'}))", PLAIN)
+        != ""
+    )
 
 
 @needs_namespaces
 def test_what_a_program_in_namespaces_cannot_reach() -> None:
-    """Network, other processes, files that it could change, sockets in directories of temporary files; and it can work in its own."""
+    """Network, other processes, files that it could change, sockets in directories of temporary files; and it
+    can work in its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connect = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\nprint(1)"
+        connect = (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\nprint(1)"
+        )
         assert result_of(connect, PLAIN) == "1\n"
         assert result_of(connect, ISOLATED) == ""
     kill = f"import os\nos.kill({os.getpid()}, 0)\nprint(1)"
@@ -574,37 +679,60 @@ def test_what_a_program_in_namespaces_cannot_reach() -> None:
         try:
             # /dev/shm is there, but its own
             written = "1\n" if place == Path("/dev/shm") else ""
-            assert result_of(f"open({str(left)!r}, 'w')\nprint(1)", ISOLATED) == written and not left.exists(), place
+            assert (
+                result_of(f"open({str(left)!r}, 'w')\nprint(1)", ISOLATED) == written and not left.exists()
+            ), place
         finally:
             left.unlink(missing_ok=True)
     there = Path("/tmp") / f"megarl-test-{os.getpid()}"
     there.write_text("x")
     try:
-        assert result_of(f"import os\nprint(os.path.exists({str(there)!r}), os.listdir('.'), os.getcwd())", ISOLATED) == "False [] /tmp\n"
+        assert (
+            result_of(
+                f"import os\nprint(os.path.exists({str(there)!r}), os.listdir('.'), os.getcwd())", ISOLATED
+            )
+            == "False [] /tmp\n"
+        )
     finally:
         there.unlink()
     assert result_of("open('own', 'w').write('x' * 999)\nprint(open('own').read()[:3])", ISOLATED) == "xxx\n"
     assert result_of("import os\nprint(os.getuid() == 0, os.getpid())", ISOLATED) == "False 1\n"
     # capabilities inside are gone, so that nothing can be mounted anew
-    status = result_of("print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])", ISOLATED)
+    status = result_of(
+        "print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])",
+        ISOLATED,
+    )
     assert "CapEff:\\t0000000000000000" in status and "NoNewPrivs:\\t1" in status
     # all files together are bounded, not each alone
-    many = "for number in range(20):\n    open(str(number), 'wb', buffering=0).write(bytes(1 << 19))\nprint(1)"
+    many = (
+        "for number in range(20):\n    open(str(number), 'wb', buffering=0).write(bytes(1 << 19))\nprint(1)"
+    )
     small = Limits(20.0, file_mb=1)
     assert result_of(many, small) == ""
 
 
 def test_a_pool_tests_programs() -> None:
-    """Through the pool, where the limit of all tests is over while a program runs: it is gone, and the next answer is judged."""
+    """Through the pool, where the limit of all tests is over while a program runs: it is gone, and the next
+    answer is judged."""
     mark = f"megarl-test-pool-{os.getpid()}"
     sleeps = starts(mark) + "import time\ntime.sleep(600)"
     options = {"isolation": "preferred", "code_timeout_s": 600.0}
     pool = RewardPool(
-        [RewardSpec("code", options, timeout_s=2.0), RewardSpec("code", {**options, "partial": True, "timeout_s": 4.0}, 4.0)], 1
+        [
+            RewardSpec("code", options, timeout_s=2.0),
+            RewardSpec("code", {**options, "partial": True, "timeout_s": 4.0}, 4.0),
+        ],
+        1,
     )
     try:
         some = starts(mark) + ADDS.replace("print", "while a == 1: pass\nprint")
-        tasks = [(0, ADDS), (0, sleeps), (0, ADDS.replace("a + b", "3")), (1, some), (1, ADDS.replace("a + b", "3"))]
+        tasks = [
+            (0, ADDS),
+            (0, sleeps),
+            (0, ADDS.replace("a + b", "3")),
+            (1, some),
+            (1, ADDS.replace("a + b", "3")),
+        ]
         scores = pool.score([(which, Task(fenced(code), TEXT)) for which, code in tasks])
         found = [(score.value, score.fault) for score in scores]
         assert found == [(1.0, None), (None, "timeout"), (0.0, None), (0.5, None), (0.5, None)]
@@ -648,7 +776,9 @@ def test_a_test_that_does_not_end_leaves_the_others_their_time(
 
 def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "isolation", lambda: ("unshare: Operation not permitted", ""))
-    with pytest.raises(ConfigError, match=r"env\.isolation = 'required': .*unshare: Operation not permitted.*preferred"):
+    with pytest.raises(
+        ConfigError, match=r"env\.isolation = 'required': .*unshare: Operation not permitted.*preferred"
+    ):
         get_reward(RewardSpec("code"))
     reward = get_reward(RewardSpec("code", {"isolation": "preferred"}))
     assert "could read the expected outputs" in str(reward.notice)
@@ -666,7 +796,9 @@ def test_a_run_as_root_is_told_what_that_means(monkeypatch: pytest.MonkeyPatch) 
     sandbox.planned_root.cache_clear()
 
 
-def test_bubblewrap_is_taken_where_linux_does_not_grant_our_own_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_is_taken_where_linux_does_not_grant_our_own_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     faults = {"": "mount: Permission denied", "/usr/bin/bwrap": None}
     monkeypatch.setattr(process, "fault_of_isolation", lambda bubblewrap="": faults[bubblewrap])
     monkeypatch.setattr(sandbox.shutil, "which", lambda _: "/usr/bin/bwrap")
@@ -681,9 +813,18 @@ def test_bubblewrap_is_taken_where_linux_does_not_grant_our_own_sandbox(monkeypa
 
 
 @pytest.mark.parametrize("fault", [None, "unshare: Operation not permitted"])
-def test_the_driver_alone_decides_whether_programs_are_isolated(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_alone_decides_whether_programs_are_isolated(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(programs, "isolation", lambda: (fault, ""))
-    section = {"reward": "code", "isolation": "preferred", "on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0}
+    section = {
+        "reward": "code",
+        "isolation": "preferred",
+        "on_error": "mask",
+        "on_timeout": "zero",
+        "processes": 1,
+        "timeout_s": 5.0,
+    }
     environment = SingleTurn(section)
     try:
         assert environment._pool is not None
@@ -696,7 +837,9 @@ def test_the_driver_alone_decides_whether_programs_are_isolated(fault: str | Non
     get_reward(spec)
 
 
-def test_programs_that_can_be_isolated_no_more_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_can_be_isolated_no_more_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its answer is neither scored 0 nor run without protection: the error leaves its sample out."""
 
     def refuse(*_: object) -> None:
@@ -706,7 +849,10 @@ def test_programs_that_can_be_isolated_no_more_are_not_run(tmp_path: Path, monke
     spec = RewardSpec("code", {"isolation": "preferred", "isolated": True})
     mark = tmp_path / "was-run"
     score = score_of(get_reward(spec), Task(fenced(f"open({str(mark)!r}, 'w')"), TEXT), spec)
-    assert (score.value, score.fault) == (None, "outage") and "mount: No space left on device" in score.message
+    assert (score.value, score.fault) == (
+        None,
+        "outage",
+    ) and "mount: No space left on device" in score.message
     assert not mark.exists()
 
 
@@ -721,9 +867,13 @@ CALLS_LINUX = "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
 
 @needs_namespaces
 def test_a_program_cannot_end_its_supervisor_and_go_on() -> None:
-    """A signal to its group reaches over namespaces; with its parent gone, and no wish to die with it, it would run for ever."""
+    """A signal to its group reaches over namespaces; with its parent gone, and no wish to die with it, it
+    would run for ever."""
     mark = f"megarl-test-group-{os.getpid()}"
-    code = f"{starts(mark)}{CALLS_LINUX}libc.prctl(1, 0)\nos.kill(0, 9)\nprint(os.getppid(), flush=True)\ntime.sleep(600)"
+    code = (
+        f"{starts(mark)}{CALLS_LINUX}libc.prctl(1, 0)\nos.kill(0, 9)\nprint(os.getppid(), "
+        "flush=True)\ntime.sleep(600)"
+    )
     assert result_of(code, Limits(1.0)) == ""
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
     assert result_of(f"{CALLS_LINUX}print(os.getppid())", ISOLATED) == "0\n"
@@ -746,7 +896,10 @@ def test_programs_that_multiply_or_share_memory_out_are_ended(limits: Limits) ->
     mark = f"megarl-test-bomb-{os.getpid()}-{limits.isolated}{len(limits.bubblewrap)}"
     # no more than 256 of them, should nothing stop it
     assert result_of(f"{starts(mark)}import time\nfor _ in range(8): os.fork()\ntime.sleep(600)", small) == ""
-    hold = "import os, time\nfor _ in range({}):\n    if not os.fork(): break\nheld = bytearray(40 << 20)\ntime.sleep(0.5)\nprint(1)"
+    hold = (
+        "import os, time\nfor _ in range({}):\n    if not os.fork(): break\nheld = bytearray(40 << "
+        "20)\ntime.sleep(0.5)\nprint(1)"
+    )
     assert "1" in result_of(hold.format(0), small) and result_of(hold.format(3), small) == ""
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
 
@@ -758,26 +911,35 @@ def test_a_process_that_the_first_look_misses_is_ended(monkeypatch: pytest.Monke
         looks.append(number)
         if looks.count(process.signal.SIGSTOP) > 2 or not number:
             return find(number)
-        found = [int(each) for each in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+        found = [
+            int(each) for each in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        ]
         process._send(found, number)
         return found
 
     monkeypatch.setattr(process, "_descendants", children_alone)
     mark = f"megarl-test-missed-{os.getpid()}"
-    assert result_of(f"{starts(mark)}import os, time\nos.fork()\ntime.sleep(600)", Limits(0.5, isolated=False)) == ""
+    assert (
+        result_of(f"{starts(mark)}import os, time\nos.fork()\ntime.sleep(600)", Limits(0.5, isolated=False))
+        == ""
+    )
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
 
 
 @sampled(1)
 @pytest.mark.parametrize("limits", WAYS)
 def test_a_program_may_treat_its_files_as_it_likes(limits: Limits) -> None:
-    """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end comes in time."""
+    """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end
+    comes in time."""
     assert result_of("import os\nos.close(0)\nos.close(2)\nprint(1)", limits) == "1\n"
     assert result_of("import os\nos.close(1)", limits) == ""
     hasty = replace(limits, seconds=0.5, file_mb=1)
     deaf = "import os\nwhile True:\n    try: os.write(1, b'x' * 99999)\n    except OSError: pass"
     assert result_of(deaf, hasty) == ""
-    leaves = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\nprint(1, flush=True)\nos._exit(0)"
+    leaves = (
+        "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\nprint(1, "
+        "flush=True)\nos._exit(0)"
+    )
     assert result_of(leaves, limits) == "1\n"
 
 

@@ -1,7 +1,7 @@
 """Ways out of the sandbox of a program: each is tried, inside and, to show that it would be one, outside.
 
-A probe writes ``reached`` when it has got at something. The control runs the same text as a bare process, without sandbox
-and limits; those that only root can do are skipped where the tests are not root.
+A probe writes ``reached`` when it has got at something. The control runs the same text as a bare process,
+without sandbox and limits; those that only root can do are skipped where the tests are not root.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from megarl.rollout.programs.process import fault_of_isolation, file_of, python_
 from tests.tables import read_table
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}")
+pytestmark = pytest.mark.skipif(
+    fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}"
+)
 BUBBLEWRAP = shutil.which("bwrap") or ""
-needs_bubblewrap = pytest.mark.skipif(not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not")
+needs_bubblewrap = pytest.mark.skipif(
+    not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not"
+)
 MARK = f"megarl-escape-{os.getpid()}"
 CALLS = """
 import ctypes, os, sys
@@ -47,7 +51,8 @@ def numbers(**calls):
 DEVICES = [
     str(path)
     for path in Path("/dev").rglob("*")
-    if path.name not in {"null", "full", "random", "urandom"} and (path.is_block_device() or path.is_char_device())
+    if path.name not in {"null", "full", "random", "urandom"}
+    and (path.is_block_device() or path.is_char_device())
 ]
 
 PROBES: dict[str, dict[str, Any]] = read_table("escapes.yaml")["probes"]
@@ -55,11 +60,14 @@ PROBES: dict[str, dict[str, Any]] = read_table("escapes.yaml")["probes"]
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """Things to be reached: a secret, sockets that listen, a process with a secret in its environment and its command."""
+    """Things to be reached: a secret, sockets that listen, a process with a secret in its environment and its
+    command."""
     directory = tmp_path_factory.mktemp("machine")
     secret = directory / "secret"
     secret.write_text("secret")
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK], env={"SECRET": MARK})
+    victim = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", MARK], env={"SECRET": MARK}
+    )
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as by_path,
@@ -97,15 +105,28 @@ def probe(name: str, machine: dict[str, object]) -> str:
         "def connect(family, address):\n    kept.append(socket.socket(family))\n    "
         "kept[-1].settimeout(5)\n    kept[-1].connect(address)\n    return 1\n"
     )
-    return f"{start}{reach}{connect}try:\n{code}\nexcept Exception as error:\n    print('refused', type(error).__name__, error)\n"
+    return (
+        f"{start}{reach}{connect}try:\n{code}\nexcept Exception as error:\n    print('refused', "
+        "type(error).__name__, error)\n"
+    )
 
 
 def inside(code: str, limits: Limits | None = None) -> str:
     """What a program writes in the sandbox."""
-    task = json.dumps({"code": code, "packages": site.getsitepackages(), "function": "", "given_names": [], "given_modules": []})
+    task = json.dumps(
+        {
+            "code": code,
+            "packages": site.getsitepackages(),
+            "function": "",
+            "given_names": [],
+            "given_modules": [],
+        }
+    )
     with file_of(task) as source, file_of() as given, file_of() as written:
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
-        with running(command, limits or Limits(20.0, memory_mb=768), given, written, (source.fileno(),)) as started:
+        with running(
+            command, limits or Limits(20.0, memory_mb=768), given, written, (source.fileno(),)
+        ) as started:
             started.wait()
         return text_in(written)
 
@@ -153,7 +174,9 @@ def test_the_same_is_reached_outside(name: str, machine: dict[str, object], tmp_
     if PROBES[name].get("root") and os.geteuid() != 0:
         pytest.skip("only root can do it")
     command = [sys.executable, "-c", probe(name, machine)]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, close_fds=False, check=False)
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, close_fds=False, check=False
+    )
     if name in ABSENT and "reached" not in found.stdout:
         pytest.skip(f"this kernel has none: {found.stdout}{found.stderr}")
     assert "reached" in found.stdout, found.stderr
@@ -180,7 +203,9 @@ def test_the_same_is_reached_outside(name: str, machine: dict[str, object], tmp_
         "rings of calls",
     ],
 )
-def test_without_its_filter_the_sandbox_has_holes(name: str, machine: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_filter_the_sandbox_has_holes(
+    name: str, machine: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the tests above see what the filter does, and not something else."""
     monkeypatch.setattr(sandbox, "close_system_calls", lambda *_: None)
     assert "reached" in inside(probe(name, machine))
@@ -189,11 +214,14 @@ def test_without_its_filter_the_sandbox_has_holes(name: str, machine: dict[str, 
 @needs_bubblewrap
 def test_what_bubblewrap_makes_is_read_only_bounded_and_without_rights() -> None:
     limits = Limits(20.0, file_mb=2, bubblewrap=BUBBLEWRAP)
-    assert inside("import os\nprint(sorted(os.listdir('/dev')), os.path.exists('/proc'), os.getpid())", limits) == (
-        "['full', 'null', 'random', 'shm', 'urandom'] False 1\n"
-    )
+    assert inside(
+        "import os\nprint(sorted(os.listdir('/dev')), os.path.exists('/proc'), os.getpid())", limits
+    ) == ("['full', 'null', 'random', 'shm', 'urandom'] False 1\n")
     for place in ("/", "/dev", "/usr", os.path.dirname(os.__file__)):
-        assert inside(f"try: open({place!r} + '/x', 'w')\nexcept OSError as error: print(error.errno)", limits) == f"{errno.EROFS}\n"
+        assert (
+            inside(f"try: open({place!r} + '/x', 'w')\nexcept OSError as error: print(error.errno)", limits)
+            == f"{errno.EROFS}\n"
+        )
     fill = "for each in range(9): open(f'/dev/shm/{each}', 'wb', buffering=0).write(bytes(1 << 18))\nprint(1)"
     assert (inside(fill, limits), inside(fill, Limits(20.0, file_mb=4, bubblewrap=BUBBLEWRAP))) == ("", "1\n")
 
@@ -201,7 +229,10 @@ def test_what_bubblewrap_makes_is_read_only_bounded_and_without_rights() -> None
 @needs_bubblewrap
 def test_bubblewrap_that_starts_nothing_says_why(tmp_path: Path) -> None:
     """As where a profile of the system lets it start but not make namespaces."""
-    for script, said in (("#!/bin/sh\necho no namespaces >&2\nexit 1", "no namespaces"), ("#!/bin/sh\nexit 3", "exit code 3")):
+    for script, said in (
+        ("#!/bin/sh\necho no namespaces >&2\nexit 1", "no namespaces"),
+        ("#!/bin/sh\nexit 3", "exit code 3"),
+    ):
         fails = tmp_path / "bwrap"
         fails.write_text(script)
         fails.chmod(0o755)
@@ -210,7 +241,10 @@ def test_bubblewrap_that_starts_nothing_says_why(tmp_path: Path) -> None:
 
 
 def test_the_root_holds_python_and_libraries_alone() -> None:
-    listing = "import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/etc')), os.listdir('/tmp'), sorted(os.listdir('/dev')))"
+    listing = (
+        "import os\nprint(sorted(os.listdir('/')), sorted(os.listdir('/etc')), os.listdir('/tmp'), "
+        "sorted(os.listdir('/dev')))"
+    )
     top, etc, work, devices = eval(inside(listing).replace("] [", "], ["))
     python = {Path(each[1]).parts[1] for each in sandbox.planned_root().places}
     assert set(top) == {"proc", "tmp", "dev", "etc"} | python
@@ -226,7 +260,9 @@ def test_who_it_is_inside() -> None:
     assert {fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
     with file_of() as given, file_of() as written:
-        command = python_command("import sys; sys.stdin.read(); print('started', flush=True); __import__('time').sleep(600)")
+        command = python_command(
+            "import sys; sys.stdin.read(); print('started', flush=True); __import__('time').sleep(600)"
+        )
         with running(command, Limits(60.0), given, written) as started:
             while b"started" not in text_in(written).encode():
                 assert started.poll() is None
@@ -267,16 +303,39 @@ def verdict_of(program: bytes, architecture: int, number: int, arguments: tuple[
 @pytest.mark.parametrize(
     ("machine", "architecture", "names"),
     [
-        ("x86_64", 0xC000003E, {"read": 0, "memfd": 319, "socket": 41, "clone": 56, "mmap": 9, "fcntl": 72, "set": 54, "advise": 28}),
+        (
+            "x86_64",
+            0xC000003E,
+            {
+                "read": 0,
+                "memfd": 319,
+                "socket": 41,
+                "clone": 56,
+                "mmap": 9,
+                "fcntl": 72,
+                "set": 54,
+                "advise": 28,
+            },
+        ),
         (
             "aarch64",
             0xC00000B7,
-            {"read": 63, "memfd": 279, "socket": 198, "clone": 220, "mmap": 222, "fcntl": 25, "set": 208, "advise": 233},
+            {
+                "read": 63,
+                "memfd": 279,
+                "socket": 198,
+                "clone": 220,
+                "mmap": 222,
+                "fcntl": 25,
+                "set": 208,
+                "advise": 233,
+            },
         ),
     ],
 )
 def test_the_filter_on_both_architectures(machine: str, architecture: int, names: dict[str, int]) -> None:
-    """Other architectures' calls, which a processor runs too, are refused, whatever their numbers mean here."""
+    """Other architectures' calls, which a processor runs too, are refused, whatever their numbers mean
+    here."""
     program = system_calls.filter_program.__wrapped__(machine)
     call = SimpleNamespace(**names)
     allowed, refused, unknown = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -292,7 +351,9 @@ def test_the_filter_on_both_architectures(machine: str, architecture: int, names
     assert verdict(call.clone, 0x3D0F00) == allowed and verdict(call.clone, 17) == allowed
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert verdict(call.clone, 17 | flag) == refused
-    assert [verdict(call.mmap, 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x02, 0x21)] == [allowed] * 3 + [refused]
+    assert [verdict(call.mmap, 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x02, 0x21)] == [allowed] * 3 + [
+        refused
+    ]
     assert verdict(call.fcntl, 3, 1031) == refused and verdict(call.fcntl, 3, 1) == allowed
     assert verdict(call.fcntl, 1031, 1) == allowed
     assert verdict(call.set, 3, 1, 7) == refused and verdict(call.set, 3, 1, 2) == allowed
@@ -312,7 +373,9 @@ def test_the_numbers_are_this_machines() -> None:
     for name in ("memfd_create", "shmget", "msgget", "semget"):
         number = system_calls._REFUSED[name][0]
         assert number is not None
-        libc.syscall(ctypes.c_long(number), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(-1))
+        libc.syscall(
+            ctypes.c_long(number), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(-1)
+        )
         assert ctypes.get_errno() != errno.ENOSYS, name
 
 

@@ -1,4 +1,5 @@
-"""Programs that want the reward of ``code`` without solving their task: none scores. Programs that solve theirs score 1."""
+"""Programs that want the reward of ``code`` without solving their task: none scores. Programs that solve
+theirs score 1."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from megarl.rollout.programs.statements import reason_against
 from tests.tables import read_table
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}")
+pytestmark = pytest.mark.skipif(
+    fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}"
+)
 LIMITS = Limits(seconds=10.0)
 # a test that does not end takes as long as it may
 HASTY = Limits(seconds=1.0)
@@ -92,7 +95,9 @@ def test_no_program_scores_without_solving(name: str, form: str) -> None:
     if form == "calls" and name == "uses names that it never imports":
         pytest.skip("a function that is called finds these names imported, as tasks of LeetCode assume")
     tests = {"asserts": ASSERTS, "calls": CALLS, "text": TEXT, "inside": INSIDE}[form]
-    share = judge(f"```python\n{written(HACKS[name]['program'])}\n```", json.dumps(tests), HASTY, partial=True)
+    share = judge(
+        f"```python\n{written(HACKS[name]['program'])}\n```", json.dumps(tests), HASTY, partial=True
+    )
     assert share == 0.0, "not even one of its tests may pass"
 
 
@@ -113,7 +118,9 @@ def test_no_object_answers_for_a_value(case: dict[str, Any]) -> None:
     if "ValueError" not in statement:
         assert score(code, [statement], HASTY) == 0.0
     if case["deceives"]:
-        naive = subprocess.run([sys.executable, "-c", f"{code}\n{statement}"], capture_output=True, timeout=60, check=False)
+        naive = subprocess.run(
+            [sys.executable, "-c", f"{code}\n{statement}"], capture_output=True, timeout=60, check=False
+        )
         assert naive.returncode == 0, naive.stderr
 
 
@@ -121,7 +128,10 @@ def test_the_data_file_is_not_there(tmp_path: Path) -> None:
     """Expected outputs lie on the disk of the run, where a program that is not shut in finds them."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(TEXT))
-    code = f"import json\ntests = json.load(open({str(data)!r}))\nprint(tests['outputs'][tests['inputs'].index(input() + chr(10))])"
+    code = (
+        "import json\ntests = "
+        f"json.load(open({str(data)!r}))\nprint(tests['outputs'][tests['inputs'].index(input() + chr(10))])"
+    )
     assert score(code, TEXT, Limits(10.0, isolated=False)) == 1.0
     assert score(code, TEXT) == 0.0
     memory = f"print('outputs' in open('/proc/{os.getpid()}/environ').read() or 4)"

@@ -38,7 +38,10 @@ def without_seconds(text: str) -> list[str]:
 
 def test_phases_in_a_pipe_are_lines() -> None:
     file = Written("two of them")
-    with progress_shown(ProgressConsole(plain(file), every_s=0.01)), phase("data.jsonl", "records", 5) as shown:
+    with (
+        progress_shown(ProgressConsole(plain(file), every_s=0.01)),
+        phase("data.jsonl", "records", 5) as shown,
+    ):
         shown.advance(2)
         with phase("inner", is_told=False) as inner:
             inner.detail = "two of them"
@@ -71,9 +74,15 @@ def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str
 
 def test_a_phase_that_fails_leaves_no_line_and_no_thread() -> None:
     file = io.StringIO()
-    with progress_shown(ProgressConsole(plain(file))), pytest.raises(ValueError, match="broken"), phase("data"):
+    with (
+        progress_shown(ProgressConsole(plain(file))),
+        pytest.raises(ValueError, match="broken"),
+        phase("data"),
+    ):
         raise ValueError("broken")
-    assert file.getvalue() == "" and not [each for each in threading.enumerate() if each.name.startswith("progress of")]
+    assert file.getvalue() == "" and not [
+        each for each in threading.enumerate() if each.name.startswith("progress of")
+    ]
 
 
 def test_phases_on_a_terminal_are_one_live_line_each() -> None:

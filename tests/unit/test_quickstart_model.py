@@ -1,4 +1,5 @@
-"""The tiny model loads with plain transformers, and the checkpoint check counts exactly what a slow loop counts."""
+"""The tiny model loads with plain transformers, and the checkpoint check counts exactly what a slow loop
+counts."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def one_by_one(model_dir: Path, prompt: str, max_new_tokens: int) -> str:
     """Greedy decoding of a single prompt by whole forward passes: no padding, no cache."""
-    tokenizer, model = AutoTokenizer.from_pretrained(model_dir), AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(model_dir),
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+    )
     tokens: list[int] = tokenizer(prompt)["input_ids"]
     start = len(tokens)
     for _ in range(max_new_tokens):
@@ -49,18 +53,31 @@ def test_weights_are_float32_and_divide_by_two(model_dir: Path) -> None:
     assert config.vocab_size == len(tokenizer)
     assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
     assert all(tensor.dtype == torch.float32 for tensor in weights(model_dir).values())
-    for size in (config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads):
+    for size in (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    ):
         assert size % 2 == 0
     assert "lm_head.weight" in weights(model_dir)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_each_family_has_the_same_tokens_and_about_as_many_weights(model_dir: Path, tmp_path: Path, family: str) -> None:
+def test_a_model_of_each_family_has_the_same_tokens_and_about_as_many_weights(
+    model_dir: Path, tmp_path: Path, family: str
+) -> None:
     directory = make_model(tmp_path / family, 3, family)
-    config, one, other = AutoConfig.from_pretrained(directory), *map(AutoTokenizer.from_pretrained, (directory, model_dir))
+    config, one, other = (
+        AutoConfig.from_pretrained(directory),
+        *map(AutoTokenizer.from_pretrained, (directory, model_dir)),
+    )
     assert config.model_type == material.FAMILIES[family][0] and one.get_vocab() == other.get_vocab()
     prompt = "Tom has 12 apples and buys 3 more. How many apples? Answer: 15"
-    assert one(prompt)["input_ids"] == other(prompt)["input_ids"] and one.decode(one(prompt)["input_ids"]) == prompt
+    assert (
+        one(prompt)["input_ids"] == other(prompt)["input_ids"]
+        and one.decode(one(prompt)["input_ids"]) == prompt
+    )
     assert 150_000 < sum(tensor.numel() for tensor in weights(directory).values()) < 165_000
     assert read_architecture(config).gated_delta is None or family == "qwen3_5"
 
@@ -69,23 +86,35 @@ def test_flags_that_are_not_built_for_gated_delta_nets_are_refused_before_anythi
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(FAMILIES) == list(material.FAMILIES)
-    for flags in (["--backend", "fsdp1"], ["--adapter", "lora"], ["--generation", "vllm"], ["--generation", "vllm", "--asynchronous"]):
+    for flags in (
+        ["--backend", "fsdp1"],
+        ["--adapter", "lora"],
+        ["--generation", "vllm"],
+        ["--generation", "vllm", "--asynchronous"],
+    ):
         with pytest.raises(SystemExit) as ended:
             quickstart(["--family", "qwen3_5", *flags, "--out", str(tmp_path / "runs")])
         assert ended.value.code == 2 and not (tmp_path / "runs").exists()
         assert f"{flags[0]} {flags[1]}" in capsys.readouterr().err.replace("vllm-apart", "vllm")
 
 
-def test_adapters_on_fsdp1_are_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_on_fsdp1_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         quickstart(["--backend", "fsdp1", "--adapter", "lora", "--out", str(tmp_path / "runs")])
     assert ended.value.code == 2 and not (tmp_path / "runs").exists()
     assert "FSDP1 has no adapters; take --backend megatron or dtensor" in capsys.readouterr().err
 
 
-def test_seed_decides_the_weights_and_leaves_the_callers_random_state(model_dir: Path, tmp_path: Path) -> None:
+def test_seed_decides_the_weights_and_leaves_the_callers_random_state(
+    model_dir: Path, tmp_path: Path
+) -> None:
     before = torch.random.get_rng_state()
-    again, other = weights(make_model(tmp_path / "again", seed=3)), weights(make_model(tmp_path / "other", seed=4))
+    again, other = (
+        weights(make_model(tmp_path / "again", seed=3)),
+        weights(make_model(tmp_path / "other", seed=4)),
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
     first = weights(model_dir)
     assert first.keys() == again.keys()
@@ -96,7 +125,8 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state(model_dir:
 @sampled(1)
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_accuracy_is_that_of_a_slow_loop(model_dir: Path, tmp_path: Path, batch_size: int) -> None:
-    """Every third record gets the model's own continuation as its answer; prompts of many lengths share a batch."""
+    """Every third record gets the model's own continuation as its answer; prompts of many lengths share a
+    batch."""
     problems = read_problems(write_problems(tmp_path / "source.jsonl", 13, 21))
     answers = [one_by_one(model_dir, problem.prompt, 3) for problem in problems]
     records = [
@@ -105,7 +135,9 @@ def test_accuracy_is_that_of_a_slow_loop(model_dir: Path, tmp_path: Path, batch_
     ]
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records))
-    expected = sum(record["answer"].strip() == answer for record, answer in zip(records, answers, strict=True)) / 13
+    expected = (
+        sum(record["answer"].strip() == answer for record, answer in zip(records, answers, strict=True)) / 13
+    )
     assert expected > 0
     assert evaluate_checkpoint(model_dir, path, batch_size, max_new_tokens=3) == pytest.approx(expected)
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.quickstart.material import Problem, generate_problems, read_problems, split_of, write_pairs, write_problems
+from megarl.quickstart.material import (
+    Problem,
+    generate_problems,
+    read_problems,
+    split_of,
+    write_pairs,
+    write_problems,
+)
 from tests.tiers import slow
 
 
@@ -45,7 +52,9 @@ def test_every_answer_is_right(split: str) -> None:
 @slow
 def test_same_arguments_give_the_same_problems_in_another_process() -> None:
     code = "from megarl.quickstart.material import generate_problems as g; print(g(57, 3, 'train', 0.5))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"}
+    )
     assert other.stdout.strip() == str(generate_problems(57, 3, "train", 0.5))
 
 
@@ -65,7 +74,10 @@ def test_splits_are_disjoint_for_any_seeds() -> None:
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_kind_comes_up_often(split: str) -> None:
     marks = ("first", "last", "largest", "smallest", "+", "-", "buys", "loses", "richer", "poorer")
-    counts = Counter(next(mark for mark in marks if mark in problem.prompt) for problem in generate_problems(1000, 11, split))
+    counts = Counter(
+        next(mark for mark in marks if mark in problem.prompt)
+        for problem in generate_problems(1000, 11, split)
+    )
     assert set(counts) == set(marks)
     assert min(counts.values()) >= 40, counts
 
@@ -90,7 +102,11 @@ def test_file_round_trip(tmp_path: Path) -> None:
     path = write_problems(tmp_path / "new" / "folder" / "problems.jsonl", 23, 1, "validation")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(set(record) == {"prompt", "answer"} for record in records)
-    assert read_problems(path) == generate_problems(23, 1, "validation") == [Problem(**record) for record in records]
+    assert (
+        read_problems(path)
+        == generate_problems(23, 1, "validation")
+        == [Problem(**record) for record in records]
+    )
 
 
 def test_reading_skips_blank_lines_and_keeps_line_separators_inside_text(tmp_path: Path) -> None:

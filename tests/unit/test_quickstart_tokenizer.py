@@ -1,4 +1,5 @@
-"""The quickstart's tokenizer: lossless, reproducible, one token a digit, and the same after a save and a load."""
+"""The quickstart's tokenizer: lossless, reproducible, one token a digit, and the same after a save and a
+load."""
 
 from __future__ import annotations
 
@@ -27,11 +28,15 @@ def test_vocabulary_is_a_small_prime(tokenizer: PreTrainedTokenizerFast) -> None
     assert sorted(tokenizer.get_vocab().values()) == list(range(VOCABULARY_SIZE))
 
 
-def test_padding_and_end_are_distinct_and_never_come_from_problems(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_padding_and_end_are_distinct_and_never_come_from_problems(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     special = {tokenizer.pad_token_id, tokenizer.eos_token_id}
     assert len(special) == 2
     assert None not in special
-    assert all(special.isdisjoint(tokenizer(problem.prompt + problem.answer)["input_ids"]) for problem in PROBLEMS)
+    assert all(
+        special.isdisjoint(tokenizer(problem.prompt + problem.answer)["input_ids"]) for problem in PROBLEMS
+    )
 
 
 def test_making_it_twice_gives_the_same_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -39,7 +44,11 @@ def test_making_it_twice_gives_the_same_tokenizer(tokenizer: PreTrainedTokenizer
 
 
 @settings(derandomize=True, max_examples=200)
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda text: "<" not in text))
+@given(
+    st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30).filter(
+        lambda text: "<" not in text
+    )
+)
 def test_any_text_round_trips(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == unicodedata.normalize("NFC", text)
 
@@ -57,13 +66,21 @@ def test_digits_are_single_tokens_and_words_are_whole(tokenizer: PreTrainedToken
     assert tokenizer.tokenize("Ben has 407") == ["Ben", "Ġhas", "Ġ", "4", "0", "7"]
     words = {word for problem in PROBLEMS for word in problem.prompt.split() if word.isalpha()}
     assert len(words) > 25
-    assert [word for word in words if len(tokenizer.tokenize(f" {word}")) > 1 and len(tokenizer.tokenize(word)) > 1] == []
+    assert [
+        word
+        for word in words
+        if len(tokenizer.tokenize(f" {word}")) > 1 and len(tokenizer.tokenize(word)) > 1
+    ] == []
 
 
 def test_saved_tokenizer_is_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert (loaded.pad_token_id, loaded.eos_token_id, len(loaded)) == (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer))
+    assert (loaded.pad_token_id, loaded.eos_token_id, len(loaded)) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        len(tokenizer),
+    )
     for problem in PROBLEMS[::13]:
         assert loaded(problem.prompt)["input_ids"] == tokenizer(problem.prompt)["input_ids"]
     assert loaded.padding_side == "right"

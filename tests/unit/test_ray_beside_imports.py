@@ -1,4 +1,5 @@
-"""Ray starts beside the imports of the driver, before anything is read, and is ended by whatever ends the run."""
+"""Ray starts beside the imports of the driver, before anything is read, and is ended by whatever ends the
+run."""
 
 from __future__ import annotations
 
@@ -29,12 +30,15 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_imports_go_on_while_ray_starts(ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_go_on_while_ray_starts(
+    ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each waits for the other, so that one after the other would never end."""
     begun, imported = threading.Event(), threading.Event()
     monkeypatch.setattr(threading, "events_of_this_test", (begun, imported), raising=False)
     (tmp_path / "slow_to_import.py").write_text(
-        f"import threading\nbegun, imported = threading.events_of_this_test\nassert begun.wait({LONGEST})\nimported.set()\n"
+        "import threading\nbegun, imported = threading.events_of_this_test\nassert "
+        f"begun.wait({LONGEST})\nimported.set()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(start, "_DRIVER_IMPORTS", ("no_such_module", "slow_to_import"))
@@ -61,7 +65,9 @@ def test_a_ray_that_does_not_start_is_ended_too(ended: list[str], monkeypatch: p
     assert ended == ["shutdown"]
 
 
-def test_data_are_refused_after_ray_began_and_before_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_are_refused_after_ray_began_and_before_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     happened: list[str] = []
 
     def start_ray(stack: ExitStack, timeout_s: float, least_s: float) -> None:

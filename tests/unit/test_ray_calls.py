@@ -1,4 +1,5 @@
-"""Calls of Ray have a bound where somebody has asked for it; a real call that waits for a stopped process: ``system/test_faults.py``."""
+"""Calls of Ray have a bound where somebody has asked for it; a real call that waits for a stopped process:
+``system/test_faults.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_calls, "_LOOK_SECONDS", 0.01)
 
 
-def test_a_call_that_does_not_come_back_is_told_of_once_with_what_it_is_and_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_come_back_is_told_of_once_with_what_it_is_and_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: queue.Queue[str] = queue.Queue()
     release = threading.Event()
     monkeypatch.setattr(ray, "put", lambda value: release.wait(WAIT))

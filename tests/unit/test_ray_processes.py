@@ -42,7 +42,13 @@ def start() -> Iterator[Start]:
 
     def program(text: str) -> subprocess.Popen[str]:
         started.append(
-            subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, "-c", text],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         )
         return started[-1]
 
@@ -57,7 +63,11 @@ def start() -> Iterator[Start]:
 
 
 def ignores(process: int, number: signal.Signals) -> bool:
-    [line] = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("SigIgn:")]
+    [line] = [
+        line
+        for line in Path(f"/proc/{process}/status").read_text().splitlines()
+        if line.startswith("SigIgn:")
+    ]
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
@@ -100,14 +110,16 @@ def test_who_leaves_in_time_is_not_killed(start: Start) -> None:
 @sampled(1)
 @pytest.mark.parametrize("way", ["killed, and a fork of it lives", "done"])
 def test_the_keeper_hears_of_the_end_of_its_driver(way: str, start: Start, short: Path) -> None:
-    """It is the driver's own doing, or its death; a process that the driver forked holds the pipe to the keeper open."""
+    """It is the driver's own doing, or its death; a process that the driver forked holds the pipe to the
+    keeper open."""
     driver = start(
         "import os, subprocess, sys, time\n"
         "from megarl.distributed.ray_processes import LocalRay\n"
         "import ray._private.services as services\n"
         "ray = LocalRay(None)\n"
         "with ray.own_sessions(lambda process: None):\n"
-        f"    stubborn = services.ConsolePopen([sys.executable, '-c', {STUBBORN!r}], stdout=subprocess.PIPE)\n"
+        f"    stubborn = services.ConsolePopen([sys.executable, '-c', {STUBBORN!r}], "
+        "stdout=subprocess.PIPE)\n"
         "stubborn.stdout.readline()\n"
         "ray.directory.mkdir()\n"
         "forked = 0\n"

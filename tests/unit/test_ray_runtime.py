@@ -1,4 +1,5 @@
-"""A local Ray that does not come up: once more, then an error that says so, and never a wait without an end."""
+"""A local Ray that does not come up: once more, then an error that says so, and never a wait without an
+end."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_what_ray_raises_is_told_after_one_more_try(monkeypatch: pytest.MonkeyPa
         raise Exception("The current node timed out during startup")
 
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(DeadlineError, match=r"a local Ray with 3 slots did not start \(The current node timed out during startup\)"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"a local Ray with 3 slots did not start \(The current node timed out during startup\)",
+    ):
         ray_runtime.init_ray(num_cpus=3)
     assert tries == [3, 3]
 
@@ -63,13 +67,21 @@ def test_a_second_try_that_goes_well_is_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("said", [None, "disabled", "token"])
-def test_a_local_ray_asks_for_a_token_whatever_is_the_default_or_said(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_ray_asks_for_a_token_whatever_is_the_default_or_said(
+    said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of some versions of Ray the default is to ask for none."""
     seen: list[tuple[str | None, Any, bool]] = []
     own: Any = importlib.import_module("ray._raylet")
 
     def begin(**options: Any) -> None:
-        seen.append((env.text("RAY_AUTH_MODE"), own.get_authentication_mode(), len(env.text("RAY_AUTH_TOKEN", "") or "") == 64))
+        seen.append(
+            (
+                env.text("RAY_AUTH_MODE"),
+                own.get_authentication_mode(),
+                len(env.text("RAY_AUTH_TOKEN", "") or "") == 64,
+            )
+        )
 
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -85,8 +97,11 @@ def test_a_local_ray_asks_for_a_token_whatever_is_the_default_or_said(said: str 
 
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize(("try_s", "timeout_s", "tries"), [(0.05, 600.0, 2), (120.0, 0.05, 1)])
-def test_a_start_that_hangs_has_an_end(try_s: float, timeout_s: float, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an exit code that says that another start may succeed. All tries together have ``deadlines.init_s``."""
+def test_a_start_that_hangs_has_an_end(
+    try_s: float, timeout_s: float, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an exit code that says that another start may succeed. All tries together have
+    ``deadlines.init_s``."""
     begun = []
 
     def hang(**options: Any) -> None:
@@ -106,7 +121,9 @@ def test_a_start_that_hangs_has_an_end(try_s: float, timeout_s: float, tries: in
 
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
-def test_a_start_that_something_is_wrong_with_is_no_hang(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_something_is_wrong_with_is_no_hang(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**options: Any) -> None:
         raise ConnectionError("nothing listens there")
 
@@ -129,7 +146,10 @@ def test_what_ray_shows_of_workers_has_no_secrets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(redaction, "_learned", {"planted-secret"})
     for _ in range(2):
         ray_runtime._redact_what_workers_print()
-    ray_worker.print_to_stdstream({"lines": ["HF_TOKEN=abc", "plain", "is planted-secret"], "pid": 7, "is_err": True}, ignore_prefix=False)
+    ray_worker.print_to_stdstream(
+        {"lines": ["HF_TOKEN=abc", "plain", "is planted-secret"], "pid": 7, "is_err": True},
+        ignore_prefix=False,
+    )
     assert shown == [({"lines": ["HF_TOKEN=***", "plain", "is ***"], "pid": 7, "is_err": True}, False)]
 
 
@@ -149,6 +169,9 @@ print("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" in os.environ)
 
 def test_a_worker_logs_no_secrets_and_keeps_no_variable_by_which_files_could_run_code() -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
-    assert "ERROR megarl.anything: at https://***@host\n" in done.stderr and "ValueError: with ***\n" in done.stderr
+    assert (
+        "ERROR megarl.anything: at https://***@host\n" in done.stderr
+        and "ValueError: with ***\n" in done.stderr
+    )
     assert "planted-secret" not in done.stderr and "not shown" not in done.stderr
     assert done.stdout == "False\n"

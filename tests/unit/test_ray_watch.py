@@ -1,6 +1,8 @@
-"""The watches over Ray's processes: one that is gone, stopped or silent is told of once and in time, and one that comes back is not.
+"""The watches over Ray's processes: one that is gone, stopped or silent is told of once and in time, and one
+that comes back is not.
 
-Here, small processes stand where Ray's do; real ones are stopped and killed in ``tests/system/test_faults.py`` and ``test_ray_start.py``.
+Here, small processes stand where Ray's do; real ones are stopped and killed in
+``tests/system/test_faults.py`` and ``test_ray_start.py``.
 """
 
 from __future__ import annotations
@@ -108,7 +110,9 @@ def test_one_that_is_stopped_is_told_of_though_its_port_is_open(server: Server) 
     watch.close()
 
 
-def test_one_that_was_stopped_for_a_moment_is_not_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_stopped_for_a_moment_is_not_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     late, answers = threading.Event(), threading.Event()
 
@@ -130,7 +134,9 @@ def test_one_that_was_stopped_for_a_moment_is_not_lost(server: Server, monkeypat
     assert told == []
 
 
-def test_one_that_is_started_anew_in_time_is_not_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_started_anew_in_time_is_not_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_watch, "REFUSED_SECONDS", WAIT)
     told: list[str] = []
     refused, answers = threading.Event(), threading.Event()
@@ -225,7 +231,9 @@ def test_a_control_process_that_ends_by_itself_is_left_to_ray(tmp_path: Path) ->
     assert told == [] and process.returncode == 3
 
 
-def test_a_process_that_stays_stopped_is_told_of_and_one_that_goes_on_is_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stays_stopped_is_told_of_and_one_that_goes_on_is_not(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: queue.Queue[str] = queue.Queue()
     looked: queue.Queue[bool] = queue.Queue()
     is_stopped = ProcessWatch._is_stopped
@@ -246,11 +254,15 @@ def test_a_process_that_stays_stopped_is_told_of_and_one_that_goes_on_is_not(ser
     assert told.empty()
     server.send(signal.SIGSTOP)
     watch = ProcessWatch(RAYLET, server.process.pid, SILENT, told.put)
-    assert f"{RAYLET}, process {server.process.pid}, has been stopped by a signal for " in told.get(timeout=WAIT)
+    assert f"{RAYLET}, process {server.process.pid}, has been stopped by a signal for " in told.get(
+        timeout=WAIT
+    )
     watch.close()
 
 
-def test_a_ray_of_somebody_else_is_watched_while_it_is_joined(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_of_somebody_else_is_watched_while_it_is_joined(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(ray_watch, "leave", told.put)
     for address in ("auto", "ray://127.0.0.1:1", "127.0.0.1:1"):
@@ -259,11 +271,14 @@ def test_a_ray_of_somebody_else_is_watched_while_it_is_joined(server: Server, mo
             told.get(timeout=2 * SILENT)
     with watched_join(server.address, SILENT):
         server.send(signal.SIGSTOP)
-        assert f"while Ray was joined: {CONTROL} at {server.address} has not answered" in told.get(timeout=WAIT)
+        assert f"while Ray was joined: {CONTROL} at {server.address} has not answered" in told.get(
+            timeout=WAIT
+        )
 
 
 LISTENING = (
-    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('.', flush=True); sys.stdin.read()"
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
+    "print('.', flush=True); sys.stdin.read()"
 )
 
 
@@ -271,7 +286,9 @@ LISTENING = (
 def raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that listens where Ray says that the raylet does."""
     path = str(tmp_path / "raylet")
-    process = subprocess.Popen([sys.executable, "-c", LISTENING, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline()
     monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(raylet_socket_name=path))
     yield process

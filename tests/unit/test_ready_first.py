@@ -1,4 +1,5 @@
-"""Batches of groups that are complete first: requests over pauses, ages, what a checkpoint and a ledger keep."""
+"""Batches of groups that are complete first: requests over pauses, ages, what a checkpoint and a ledger
+keep."""
 
 from __future__ import annotations
 
@@ -45,11 +46,19 @@ def whole(prompt: list[int], most: int) -> list[int]:
 
 
 class SlowStream:
-    """Samples some tokens of some requests at each of so many polls; its log-probabilities tell the version of its weights."""
+    """Samples some tokens of some requests at each of so many polls; its log-probabilities tell the version
+    of its weights."""
 
     in_waves = False
 
-    def __init__(self, draw: random.Random, most: int, fails_at: int | None = None, polls: float = math.inf, version: int = 0) -> None:
+    def __init__(
+        self,
+        draw: random.Random,
+        most: int,
+        fails_at: int | None = None,
+        polls: float = math.inf,
+        version: int = 0,
+    ) -> None:
         self.version = version
         self.draw, self.most, self.left, self.polls, self.fails_at = draw, most, polls, 0, fails_at
         self.open: dict[int, tuple[Request, list[int]]] = {}
@@ -79,15 +88,23 @@ class SlowStream:
         self.interrupt(numbers)
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        return {number: self._said(self.open.pop(number)[1], False) for number in numbers if number in self.open}
+        return {
+            number: self._said(self.open.pop(number)[1], False) for number in numbers if number in self.open
+        }
 
     def _said(self, tokens: list[int], truncated: bool) -> Completion:
-        return Completion(np.array(tokens, np.int64), np.array([-token / 10 - self.version for token in tokens], np.float32), truncated)
+        return Completion(
+            np.array(tokens, np.int64),
+            np.array([-token / 10 - self.version for token in tokens], np.float32),
+            truncated,
+        )
 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10_000), pauses=st.integers(0, 4), drains=st.booleans(), texts=st.booleans())
-def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pauses: int, drains: bool, texts: bool) -> None:
+def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(
+    seed: int, pauses: int, drains: bool, texts: bool
+) -> None:
     draw = random.Random(seed)
     polls = iter([draw.randrange(1, 6) for _ in range(pauses)])
     # what a pause waits for is sampled in it
@@ -95,12 +112,20 @@ def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pause
     streams: list[SlowStream] = []
 
     def connect() -> SlowStream:
-        streams.append(SlowStream(draw, WIDTH, polls=next(polls, math.inf) if bounded else math.inf, version=len(streams)))
+        streams.append(
+            SlowStream(
+                draw, WIDTH, polls=next(polls, math.inf) if bounded else math.inf, version=len(streams)
+            )
+        )
         return streams[-1]
 
     shared = SharedStream(connect, WIDTH, stops_at_texts=texts, drains=drains)
     views = [shared.view() for _ in range(2)]
-    prompts = {(view, number): [draw.randrange(11) for _ in range(draw.randrange(1, 5))] for view in range(2) for number in range(3)}
+    prompts = {
+        (view, number): [draw.randrange(11) for _ in range(draw.randrange(1, 5))]
+        for view in range(2)
+        for number in range(3)
+    }
     for (view, number), prompt in prompts.items():
         bound = draw.choice([None, 1, 9])
         views[view].submit({number: Request(np.array(prompt, np.int64), seed=5, max_new_tokens=bound)})
@@ -123,7 +148,9 @@ def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pause
     for key, completion in found.items():
         assert completion.tokens.tolist() == prompts[key], key
         assert completion.versions is not None
-        np.testing.assert_allclose(completion.logprobs, -completion.tokens / 10 - completion.versions, rtol=1e-6)
+        np.testing.assert_allclose(
+            completion.logprobs, -completion.tokens / 10 - completion.versions, rtol=1e-6
+        )
         assert (np.diff(completion.versions) >= 0).all()
         assert completion.truncated == (completion.tokens[-1] != STOP)
 
@@ -193,7 +220,9 @@ class Engines:
         gate.wait()
         if self.error is not None:
             raise self.error
-        samples = BatchedDataDict({"ordinal": torch.tensor([ordinal]), "weight_version": torch.tensor([version])})
+        samples = BatchedDataDict(
+            {"ordinal": torch.tensor([ordinal]), "weight_version": torch.tensor([version])}
+        )
         return Rollouts(samples, [SimpleNamespace(index=index)], {})  # type: ignore[list-item]
 
     def finish(self, ordinal: int) -> None:
@@ -207,11 +236,23 @@ def joined(groups: list[Rollouts]) -> Rollouts:
 
 
 def made(directory: Path, engines: Engines, order: Order, last: int | None, taken: int = 0) -> ReadyFirst:
-    shared: Any = SimpleNamespace(resume=lambda version: None, pause=lambda: None, close=lambda: None, failed=False)
+    shared: Any = SimpleNamespace(
+        resume=lambda version: None, pause=lambda: None, close=lambda: None, failed=False
+    )
     shared.take_busy_seconds = lambda: 0.0
     refit: Any = SimpleNamespace(bring_up_to_date=lambda: None)
     sampler: Any = Counting(taken)
-    return ReadyFirst(order, engines.collect, joined, shared, refit, sampler, last, PhaseTimer(), Ledger(directory / "ledger", {"seed": 1}))
+    return ReadyFirst(
+        order,
+        engines.collect,
+        joined,
+        shared,
+        refit,
+        sampler,
+        last,
+        PhaseTimer(),
+        Ledger(directory / "ledger", {"seed": 1}),
+    )
 
 
 def arrive(ready: ReadyFirst, engines: Engines, ordinals: Iterable[int]) -> None:
@@ -219,17 +260,29 @@ def arrive(ready: ReadyFirst, engines: Engines, ordinals: Iterable[int]) -> None
     for ordinal in ordinals:
         engines.finish(ordinal)
         with ready._changed:
-            ready._changed.wait_for(lambda ordinal=ordinal: ordinal in ready._arrived or ready._failure is not None)  # type: ignore[misc]
+            ready._changed.wait_for(
+                lambda ordinal=ordinal: ordinal in ready._arrived or ready._failure is not None
+            )  # type: ignore[misc]
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10_000), prompts=st.integers(1, 3), lookahead=st.integers(1, 3), more=st.integers(0, 1))
+@given(
+    seed=st.integers(0, 10_000),
+    prompts=st.integers(1, 3),
+    lookahead=st.integers(1, 3),
+    more=st.integers(0, 1),
+)
 def test_each_group_is_trained_on_once_and_before_it_is_too_old(
     tmp_path_factory: pytest.TempPathFactory, seed: int, prompts: int, lookahead: int, more: int
 ) -> None:
     """In whatever order they are complete; some only when a step waits for them."""
     draw, engines, steps = random.Random(seed), Engines(), 6
-    ready = made(tmp_path_factory.mktemp("run"), engines, Order(prompts, lookahead, lookahead + more, drops=False), steps)
+    ready = made(
+        tmp_path_factory.mktemp("run"),
+        engines,
+        Order(prompts, lookahead, lookahead + more, drops=False),
+        steps,
+    )
     trained: list[int] = []
 
     def finish_some() -> None:
@@ -245,7 +298,9 @@ def test_each_group_is_trained_on_once_and_before_it_is_too_old(
     finisher.start()
     for step in range(1, steps + 1):
         batch = ready.take(step).rollouts.samples
-        assert len(batch["ordinal"]) == prompts and batch["ordinal"].tolist() == sorted(batch["ordinal"].tolist())
+        assert len(batch["ordinal"]) == prompts and batch["ordinal"].tolist() == sorted(
+            batch["ordinal"].tolist()
+        )
         assert (step - 1 - batch["weight_version"] <= lookahead + more).all(), f"seed {seed}"
         trained += batch["ordinal"].tolist()
         ready.settle()
@@ -299,7 +354,10 @@ def test_a_checkpoint_has_what_waits_and_what_is_under_way(tmp_path: Path) -> No
     resumed.resume(told, load_batches(tmp_path / "checkpoint", Records()))  # type: ignore[arg-type]
     for ordinal in (1, 4, 5):
         again.finish(ordinal)
-    trained = [*resumed.take(2).rollouts.samples["ordinal"].tolist(), *resumed.take(3).rollouts.samples["ordinal"].tolist()]
+    trained = [
+        *resumed.take(2).rollouts.samples["ordinal"].tolist(),
+        *resumed.take(3).rollouts.samples["ordinal"].tolist(),
+    ]
     assert 3 in trained[:2] and sorted(trained) == [1, 3, 4, 5]
     assert sorted(again.begun)[:3] == [1, 4, 5]
 
@@ -315,13 +373,17 @@ def test_an_environment_that_fails_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, {"seed": 1, "prompts": 2})
-    samples: BatchedDataDict[Any] = BatchedDataDict({"input_ids": torch.arange(6).view(2, 3), "response_text": ["a", "b"]})
+    samples: BatchedDataDict[Any] = BatchedDataDict(
+        {"input_ids": torch.arange(6).view(2, 3), "response_text": ["a", "b"]}
+    )
     records: Any = [SimpleNamespace(index=4), SimpleNamespace(index=2)]
     ledger.write(1, Sampling(Rollouts(samples, records, {"errors": 1.0}), samples, {}, epoch=3))
     data: Any = Records()
     found = Replay(ledger, data).take(1)
     assert torch.equal(found.rollouts.samples["input_ids"], samples["input_ids"]) and found.epoch == 3
-    assert found.rollouts.samples["response_text"] == ["a", "b"] and [each.index for each in found.rollouts.records] == [4, 2]
+    assert found.rollouts.samples["response_text"] == ["a", "b"] and [
+        each.index for each in found.rollouts.records
+    ] == [4, 2]
     with pytest.raises(UnusableCheckpointError, match="step 2: the ledger"):
         ledger.read(2, data)
     with pytest.raises(UnusableCheckpointError, match="of a run with seed = 1, and this one has 2"):

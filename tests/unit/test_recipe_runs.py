@@ -1,4 +1,5 @@
-"""The recipes on public data run whole on tiny models, with rows of the published form of their sets, around the plain reference policy."""
+"""The recipes on public data run whole on tiny models, with rows of the published form of their sets, around
+the plain reference policy."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_a_recipe_runs_whole(recipe: str, models: Mapping[str, Path], tmp_path: 
     assert run(config, PolicyMaker()) == 0
     logged = rows(tmp_path / "run")
     trained = [row for row in logged if "train/loss" in row]
-    assert [row["step"] for row in trained] == [1, STEPS] and all(row["train/grad_norm"] is not None for row in trained)
+    assert [row["step"] for row in trained] == [1, STEPS] and all(
+        row["train/grad_norm"] is not None for row in trained
+    )
     if recipe.startswith(("grpo", "ppo")):
         # 10 of the shipped rows, whose answers the environment could be asked about
         answers = ANSWERS if "dapo17k" in recipe else 1
@@ -74,20 +77,35 @@ def test_aime_is_sampled_and_each_problem_asked_once(recipe: str, tmp_path: Path
     assert plan.max_prompts is None or plan.max_prompts >= 30
     path = tmp_path / "aime.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in 32 * stored("dapo-math-17k.jsonl")[:30]))
-    asked = [(record.prompt, record.answer) for record in read_records({"name": "DAPOMathAIME2024", "path": str(path)})]
+    asked = [
+        (record.prompt, record.answer)
+        for record in read_records({"name": "DAPOMathAIME2024", "path": str(path)})
+    ]
     assert len(asked) == len(set(asked)) == min(30, len(stored("dapo-math-17k.jsonl")))
     assert len(list(read_records({"name": "DAPOMathAIME2024", "path": str(path), "max_samples": 7}))) == 7
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "dapo17k" in recipe])
 def test_the_reward_of_dapo_is_that_of_its_paper_but_for_a_constant(recipe: str) -> None:
-    """Equations 7 and 13 of arXiv 2503.14476: 1 or -1, and a penalty down to -1; advantages within a group know of no constant."""
+    """Equations 7 and 13 of arXiv 2503.14476: 1 or -1, and a penalty down to -1; advantages within a group
+    know of no constant."""
     config = load_and_check(str(find(recipe)), [])
     longest, cache = config["policy"]["generation"]["max_new_tokens"], 512
-    rewards = [(section, get_reward(RewardSpec.of_section(section))) for section in rewards_of(config["env"]).values()]
+    rewards = [
+        (section, get_reward(RewardSpec.of_section(section)))
+        for section in rewards_of(config["env"]).values()
+    ]
     beyond = set()
-    for answer, length in itertools.product(("34", "35"), (1, longest - cache, longest - 300, longest, longest + 1)):
-        penalty = 0.0 if length <= longest - cache else -1.0 if length > longest else (longest - cache - length) / cache
+    for answer, length in itertools.product(
+        ("34", "35"), (1, longest - cache, longest - 300, longest, longest + 1)
+    ):
+        penalty = (
+            0.0
+            if length <= longest - cache
+            else -1.0
+            if length > longest
+            else (longest - cache - length) / cache
+        )
         task = Task(f"Answer: {answer}", "34", length)
         given = sum(section.get("weight", 1) * reward.judge(task) for section, reward in rewards)
         beyond.add(round(given - penalty - (1.0 if answer == "34" else -1.0), 12))
@@ -105,7 +123,9 @@ def test_rows_and_their_parquet_form_are_the_same_records(name: str, tmp_path: P
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(stored(name)), path)
     sources: list[Any] = [{"name": SETS[name], "path": str(each)} for each in (path, ROWS / name)]
-    first, second = ([(record.prompt, record.answer) for record in read_records(source)] for source in sources)
+    first, second = (
+        [(record.prompt, record.answer) for record in read_records(source)] for source in sources
+    )
     assert first == second and all(answer.lstrip("-").isdecimal() for _, answer in first)
 
 
@@ -130,16 +150,26 @@ def test_thinking_is_on_or_off_in_the_prompt(models: Mapping[str, Path]) -> None
         config: Any = {"train": source, "max_input_seq_length": 999}
         examples = load_dataset(source, Reading(config, tokenizer, False, template_kwargs=values)).examples
         prompts = [tokenizer.decode(example.prompt_ids) for example in examples]
-        assert all(prompt.endswith("<think></think>") == ends_thinking and "Answer:" in prompt for prompt in prompts)
+        assert all(
+            prompt.endswith("<think></think>") == ends_thinking and "Answer:" in prompt for prompt in prompts
+        )
 
 
 def test_of_a_pair_the_last_turns_are_learned_and_nothing_else(models: Mapping[str, Path]) -> None:
     tokenizer = get_tokenizer({"name": str(models["qwen2"])})
-    source: Any = {"path": str(ROWS / "ultrafeedback-binarized.jsonl"), "chosen_key": "chosen", "rejected_key": "rejected"}
+    source: Any = {
+        "path": str(ROWS / "ultrafeedback-binarized.jsonl"),
+        "chosen_key": "chosen",
+        "rejected_key": "rejected",
+    }
     config: Any = {"train": source, "max_input_seq_length": 999}
     data = load_dataset(source, Reading(config, tokenizer, True, pairs=True))
     batch = supervised_batch(list(data.examples), tokenizer.pad_token_id)
-    answers = [row[key][-1]["content"] for row in stored("ultrafeedback-binarized.jsonl") for key in ("chosen", "rejected")]
+    answers = [
+        row[key][-1]["content"]
+        for row in stored("ultrafeedback-binarized.jsonl")
+        for key in ("chosen", "rejected")
+    ]
     for ids, mask, answer in zip(batch["input_ids"], batch["token_mask"], answers, strict=True):
         assert tokenizer.decode(ids[mask > 0]) == f"{answer}{tokenizer.eos_token}"
 
@@ -150,6 +180,10 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(models: Mapping
     config: Any = {"train": source, "max_input_seq_length": 999}
     examples = list(load_dataset(source, Reading(config, tokenizer, True)).examples)
     batch = supervised_batch(examples, tokenizer.pad_token_id)
-    for ids, mask, row in zip(batch["input_ids"], batch["token_mask"], stored("ultrachat-200k.jsonl"), strict=True):
+    for ids, mask, row in zip(
+        batch["input_ids"], batch["token_mask"], stored("ultrachat-200k.jsonl"), strict=True
+    ):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-        assert tokenizer.decode(ids[mask > 0]) == "".join(f"{content}{tokenizer.eos_token}" for content in said)
+        assert tokenizer.decode(ids[mask > 0]) == "".join(
+            f"{content}{tokenizer.eos_token}" for content in said
+        )

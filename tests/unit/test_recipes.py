@@ -1,4 +1,5 @@
-"""Every configuration in configs/: a dry run of it passes without a network, and those for real sizes fit the GPUs they name."""
+"""Every configuration in configs/: a dry run of it passes without a network, and those for real sizes fit the
+GPUs they name."""
 
 from __future__ import annotations
 
@@ -33,14 +34,31 @@ QUICKSTART = [
 ]
 # laid over a recipe by --with: the files, and what they are laid over
 LAYERS = [
-    *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
-    *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
+    *[
+        (CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml")
+        for backend in ("dtensor", "fsdp1")
+    ],
+    *[
+        (CONFIGS / "quickstart" / f"{backend}.yaml", recipe)
+        for backend in ("dtensor", "fsdp1")
+        for recipe in QUICKSTART
+    ],
 ]
 ADAPTERS = CONFIGS / "quickstart" / "lora.yaml"
 # algorithms of the GRPO family, laid over a GRPO recipe
 FAMILY = sorted(
     CONFIGS / "base" / f"{name}.yaml"
-    for name in ("gspo", "gspo-token", "cispo", "dr-grpo", "rloo", "gdpo", "reinforce-plus-plus", "dapo", "trl")
+    for name in (
+        "gspo",
+        "gspo-token",
+        "cispo",
+        "dr-grpo",
+        "rloo",
+        "gdpo",
+        "reinforce-plus-plus",
+        "dapo",
+        "trl",
+    )
 )
 # the same for what generates, with what a user writes beside them
 HALF_A_NODE = "policy.generation.colocated.resources.gpus_per_node=4"
@@ -56,7 +74,8 @@ ENGINES = [
     ),
 ]
 GIB = 2**30
-# 85 % of an H100 with 80 GB (81559 MiB): the rest is for CUDA, NCCL and fragmentation, which the estimate leaves out
+# 85 % of an H100 with 80 GB (81559 MiB): the rest is for CUDA, NCCL and fragmentation, which the estimate
+# leaves out
 USABLE = int(0.85 * 81559 * 2**20)
 # the totals in the index of each model's safetensors on the hub
 PUBLISHED_PARAMETERS = {
@@ -91,7 +110,8 @@ PUBLISHED_PARAMETERS = {
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
-    # 110,468,824,832 with the layer that predicts a second token, which has an embedding and an output layer of its own
+    # 110,468,824,832 with the layer that predicts a second token, which has an embedding and an output layer
+    # of its own
     "zai-org/GLM-4.5-Air": 110_468_824_832 - 3_616_579_328,
 }
 """By name, without ``-Instruct``."""
@@ -122,7 +142,8 @@ def model_of_quickstart(tmp_path: Path) -> Path:
 
 
 def models(recipe: Path, model: Path) -> list[str]:
-    """Overrides that give a configuration of the quickstart the models that its parts before would have left; none to a recipe."""
+    """Overrides that give a configuration of the quickstart the models that its parts before would have left;
+    none to a recipe."""
     names = ["policy", *(["teacher"] if recipe.stem == "distillation" else [])]
     return [f"{name}.model_name={model}" for name in names] if recipe in QUICKSTART else []
 
@@ -134,7 +155,9 @@ def dry_run(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str) -
 
 @sampled(6)
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
-def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = dry_run(capsys, recipe)
     assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
 
@@ -146,7 +169,11 @@ def test_too_few_nodes_for_a_recipe_are_told_by_their_number(capsys: pytest.Capt
 
 
 # a refit of vLLM's gated delta nets is not built
-WITH_VLLM = [recipe for recipe in RECIPES if recipe.stem.startswith("grpo") and "qwen3.5" not in recipe.stem and "next" not in recipe.stem]
+WITH_VLLM = [
+    recipe
+    for recipe in RECIPES
+    if recipe.stem.startswith("grpo") and "qwen3.5" not in recipe.stem and "next" not in recipe.stem
+]
 
 
 @sampled(3)
@@ -156,7 +183,9 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
 ) -> None:
     shared, apart = "a device that policy and engine share", "engine's weights, a device"
     assert (apart if "asynchronous" in recipe.stem else shared) in dry_run(capsys, recipe)
-    assert "a device that policy and engine share" not in dry_run(capsys, recipe, "~policy.generation.backend")
+    assert "a device that policy and engine share" not in dry_run(
+        capsys, recipe, "~policy.generation.backend"
+    )
 
 
 def _configuration(said: str) -> str:
@@ -165,13 +194,19 @@ def _configuration(said: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", QUICKSTART, ids=[recipe.stem for recipe in QUICKSTART])
-def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_the_quickstart_passes(
+    recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "published" not in dry_run(capsys, recipe, *models(recipe, model_of_quickstart))
 
 
 @sampled(4)
-@pytest.mark.parametrize(("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS])
-def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS]
+)
+def test_a_dry_run_of_every_layer_passes(
+    layer: Path, recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = models(recipe, model_of_quickstart)
     dtensor = yaml.safe_load(_configuration(dry_run(capsys, recipe, "--with", str(layer), *overrides)))
     assert dtensor["policy"]["dtensor_cfg"]["enabled"] is (layer.stem == "dtensor")
@@ -193,14 +228,23 @@ def test_a_dry_run_of_every_algorithm_of_the_family_passes(
     for recipe in recipes:
         overrides = models(recipe, model_of_quickstart)
         plain, changed = (
-            yaml.safe_load(_configuration(dry_run(capsys, recipe, *words, *overrides))) for words in ([], ["--with", str(layer)])
+            yaml.safe_load(_configuration(dry_run(capsys, recipe, *words, *overrides)))
+            for words in ([], ["--with", str(layer)])
         )
         assert {name for name in changed if changed[name] != plain[name]} <= sections and changed != plain
 
 
-@pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])
+@pytest.mark.parametrize(
+    ("layer", "recipe", "beside"),
+    ENGINES,
+    ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES],
+)
 def test_a_dry_run_of_every_engine_passes(
-    layer: Path, recipe: Path, beside: list[str], model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
+    layer: Path,
+    recipe: Path,
+    beside: list[str],
+    model_of_quickstart: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = models(recipe, model_of_quickstart)
     out = dry_run(capsys, recipe, "--with", str(layer), *overrides, *beside)
@@ -221,7 +265,14 @@ def test_a_dry_run_of_adapters_passes(model_of_quickstart: Path, capsys: pytest.
 
 def test_no_configuration_is_left_out() -> None:
     reached: set[Path] = set()
-    pending = [*RECIPES, *QUICKSTART, *FAMILY, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES], ADAPTERS]
+    pending = [
+        *RECIPES,
+        *QUICKSTART,
+        *FAMILY,
+        *[layer for layer, _ in LAYERS],
+        *[layer for layer, _, _ in ENGINES],
+        ADAPTERS,
+    ]
     # what megarl.train lays over an algorithm: tests/unit/test_library.py
     pending.append(CONFIGS / "base/small.yaml")
     while pending:
@@ -229,7 +280,9 @@ def test_no_configuration_is_left_out() -> None:
         if path not in reached:
             reached.add(path)
             defaults = yaml.safe_load(path.read_text()).get("defaults", [])
-            pending += [path.parent / name for name in ([defaults] if isinstance(defaults, str) else defaults)]
+            pending += [
+                path.parent / name for name in ([defaults] if isinstance(defaults, str) else defaults)
+            ]
     assert {path.resolve() for path in CONFIGS.rglob("*.y*ml")} == reached
 
 
@@ -240,9 +293,12 @@ def test_every_rank_of_a_recipe_fits_a_gpu_of_80_gb(recipe: Path) -> None:
     assert 0 < max(row.peak for row in rows) <= USABLE, [f"{row.peak / GIB:.1f} GiB" for row in rows]
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "gb-" in recipe.stem], ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize(
+    "recipe", [recipe for recipe in RECIPES if "gb-" in recipe.stem], ids=lambda recipe: recipe.stem
+)
 def test_a_recipe_for_a_size_of_gpu_fits_it(recipe: Path) -> None:
-    """With what an engine keeps; and with float32 moments, or all weights, it would not, where it has less."""
+    """With what an engine keeps; and with float32 moments, or all weights, it would not, where it has
+    less."""
     config = load_and_check(str(recipe), [])
     assert f"{config['cluster']['device_memory_gib']:g}gb" in recipe.stem
     assert doubt_of_memory(config) is None
@@ -256,10 +312,17 @@ def test_a_recipe_for_a_size_of_gpu_fits_it(recipe: Path) -> None:
 
 def test_the_plan_of_a_mixture_of_30b_on_one_node() -> None:
     """With states in host memory, and with moments of 16 bits on the device, as the recipe's comment says."""
-    recipe, optimizer = CONFIGS / "grpo-qwen3-30b-a3b-8gpu-80gb-megatron.yaml", "policy.megatron_cfg.optimizer"
+    recipe, optimizer = (
+        CONFIGS / "grpo-qwen3-30b-a3b-8gpu-80gb-megatron.yaml",
+        "policy.megatron_cfg.optimizer",
+    )
     moments = [f"{optimizer}.{key}=bfloat16" for key in MOMENT_KEYS]
     plans = []
-    for changes in ([], [f"{optimizer}.optimizer_offload_fraction=0", *moments], [f"{optimizer}.optimizer_offload_fraction=0"]):
+    for changes in (
+        [],
+        [f"{optimizer}.optimizer_offload_fraction=0", *moments],
+        [f"{optimizer}.optimizer_offload_fraction=0"],
+    ):
         moment = fullest_moment(load_and_check(str(recipe), changes))
         assert moment is not None
         plans.append(moment.total / GIB)
@@ -284,7 +347,10 @@ def test_the_layouts_of_real_sizes_are_the_documented_ones(name: str) -> None:
     [
         (
             "grpo-qwen2.5-7b-8gpu-megatron",
-            ["policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"],
+            [
+                "policy.megatron_cfg.tensor_model_parallel_size=1",
+                "policy.megatron_cfg.sequence_parallel=false",
+            ],
         ),
         ("grpo-llama3.1-70b-8x8gpu-megatron", ["policy.megatron_cfg.pipeline_model_parallel_size=1"]),
     ],
@@ -299,21 +365,29 @@ def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None
     facts = read_model_facts(model)
     assert facts is not None
     experts = (
-        sum(facts.is_sparse(layer) for layer in range(facts.num_layers)) * expert_layer_parameters(facts, 1, 1) if facts.num_experts else 0
+        sum(facts.is_sparse(layer) for layer in range(facts.num_layers))
+        * expert_layer_parameters(facts, 1, 1)
+        if facts.num_experts
+        else 0
     )
     published = PUBLISHED_PARAMETERS.get(model.replace("-Instruct", ""))
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == (published or parameters_in_transformers(model))
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == (
+        published or parameters_in_transformers(model)
+    )
 
 
 def parameters_in_transformers(model: str) -> int:
-    """Of the text, without the layer that predicts further tokens: what these models' indices hold, other parts are added to."""
+    """Of the text, without the layer that predicts further tokens: what these models' indices hold, other
+    parts are added to."""
     config = make_hf_config(KNOWN_MODELS[model]).get_text_config()
     assert config.layer_types.count("linear_attention") == 3 * config.num_hidden_layers // 4
     with torch.device("meta"):
         return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
-def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_the_disk_goes_before_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -333,6 +407,8 @@ def test_the_readme_s_recipes_for_a_card_of_24_gb_and_their_plans() -> None:
     text = (CONFIGS.parent / "README.md").read_text()
     names = list(dict.fromkeys(re.findall(r"grpo-\S*24gb-megatron", text)))
     figures = re.search(r"the plan is ([\d.]+) and ([\d.]+) GiB at the fullest moment", text)
-    assert figures is not None and {f"{name}.yaml" for name in names} == {path.name for path in CONFIGS.glob("*24gb*.yaml")}
+    assert figures is not None and {f"{name}.yaml" for name in names} == {
+        path.name for path in CONFIGS.glob("*24gb*.yaml")
+    }
     plans = [fullest_moment(load_and_check(str(CONFIGS / f"{name}.yaml"), [])) for name in names]
     assert [f"{moment.total / GIB:.1f}" for moment in plans if moment is not None] == list(figures.groups())

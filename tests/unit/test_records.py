@@ -39,13 +39,19 @@ def row(prompt: Any, answer: Any) -> str:
 def test_lines_come_in_order_with_their_numbers(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [row("1+1=", "2"), "", row("\u00e9 ", ""), "   ", row("x", "y")])
     records = list_records(source)
-    assert [(record.prompt, record.answer) for record in records] == [("1+1=", "2"), ("\u00e9 ", ""), ("x", "y")]
+    assert [(record.prompt, record.answer) for record in records] == [
+        ("1+1=", "2"),
+        ("\u00e9 ", ""),
+        ("x", "y"),
+    ]
     assert [record.origin.rsplit(" ", 1)[1] for record in records] == ["1", "3", "5"]
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 3), (1, 1), (2, 2), (7, 3)])
 def test_max_samples(tmp_path: Path, limit: int | None, count: int) -> None:
-    source = write(tmp_path / "a.jsonl", [row(str(number), "a") for number in range(3)]) | {"max_samples": limit}
+    source = write(tmp_path / "a.jsonl", [row(str(number), "a") for number in range(3)]) | {
+        "max_samples": limit
+    }
     assert len(list_records(source)) == count
 
 
@@ -94,7 +100,12 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 def test_a_folder_of_data_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "train.jsonl", [row("a", "1"), row("b", "2")])
-    source = {"name": str(tmp_path / "folder"), "prompt_key": "question", "answer_key": "target", "max_samples": 1}
+    source = {
+        "name": str(tmp_path / "folder"),
+        "prompt_key": "question",
+        "answer_key": "target",
+        "max_samples": 1,
+    }
     assert [record.prompt for record in list_records(source)] == ["a"]
 
 
@@ -104,5 +115,11 @@ def test_fingerprint_sees_content_and_order() -> None:
     # of the first version: a run that began with it goes on
     chat = Record(({"role": "user", "content": "\u00e9", "name": "n"},), "", "y")
     assert fingerprint([Record("1+1=", "2", "x"), chat]) == "e48d69c7ecdfd3bfc4161cdf10d68f20"
-    different = [[second, first], [first], [first, second, second], [Record("a", "2", "x"), second], [Record("a1", "", "x"), second]]
+    different = [
+        [second, first],
+        [first],
+        [first, second, second],
+        [Record("a", "2", "x"), second],
+        [Record("a1", "", "x"), second],
+    ]
     assert len({fingerprint(records) for records in [[first, second], *different]}) == 6

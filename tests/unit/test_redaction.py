@@ -54,7 +54,18 @@ SECRET_NAMES = [
         "AWS_SECRET_ACCESS_KEY",
         "DB_PWD",
     ),
-    *("api_key", "apiKey", "judgeApiKey", "api-key", "api_keys", "openai_key", "password", "token", "auth", "env.options.client_secret"),
+    *(
+        "api_key",
+        "apiKey",
+        "judgeApiKey",
+        "api-key",
+        "api_keys",
+        "openai_key",
+        "password",
+        "token",
+        "auth",
+        "env.options.client_secret",
+    ),
     *("credentials", "SSH_PASSPHRASE", "logger.wandb.api_key", "basic_auth"),
 ]
 PLAIN_NAMES = [
@@ -106,13 +117,20 @@ def test_names_of_no_secrets(name: str) -> None:
 
 def test_no_key_of_the_schema_is_taken_for_a_secret() -> None:
     """Whoever adds a key that is named like one either names it otherwise or says that it is none."""
-    names = {path.rpartition(".")[2] for algorithm in ("grpo", "sft") for path in known_paths(run_type(algorithm))}
+    names = {
+        path.rpartition(".")[2] for algorithm in ("grpo", "sft") for path in known_paths(run_type(algorithm))
+    }
     assert [name for name in names if is_secret(name)] == []
     assert {name for name in names if name.endswith("_key")} | {"chosen_key", "rejected_key"} == FIELDS
 
 
 def test_whatever_stands_below_such_a_name_is_hidden() -> None:
-    value = {"api_key": {"first": SECRET, "more": [SECRET, 5, None, True, ""]}, "pin_token": 1234, "empty_token": "", "off_token": False}
+    value = {
+        "api_key": {"first": SECRET, "more": [SECRET, 5, None, True, ""]},
+        "pin_token": 1234,
+        "empty_token": "",
+        "off_token": False,
+    }
     assert redacted(value) == {
         "api_key": {"first": HIDDEN, "more": [HIDDEN, HIDDEN, None, True, ""]},
         "pin_token": HIDDEN,
@@ -147,7 +165,9 @@ def test_credentials_in_addresses(address: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "api_key", "password"])
-@pytest.mark.parametrize("form", ["{}={}", "{}: {}", "{} = '{}'", '"{}": "{}"', "{{'{}': '{}'}}", "{}={}, next"])
+@pytest.mark.parametrize(
+    "form", ["{}={}", "{}: {}", "{} = '{}'", '"{}": "{}"', "{{'{}': '{}'}}", "{}={}, next"]
+)
 def test_assignments_in_messages(name: str, form: str) -> None:
     text = redacted_text(form.format(name, SECRET))
     assert SECRET not in text and name in text and HIDDEN in text
@@ -174,7 +194,16 @@ def test_messages_without_secrets_stay_as_they_are(text: str) -> None:
     assert redacted_text(text) == text
 
 
-@pytest.mark.parametrize("text", ["password: swordfish", "{'passwd': swordfish}", "vault/passwd: hunter2", "passwd=an", "'x passwd': 'an'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: swordfish",
+        "{'passwd': swordfish}",
+        "vault/passwd: hunter2",
+        "passwd=an",
+        "'x passwd': 'an'",
+    ],
+)
 def test_words_that_may_be_secrets_are_hidden(text: str) -> None:
     assert HIDDEN in redacted_text(text) and not re.search("swordfish|hunter2|an\\b", redacted_text(text))
 
@@ -186,32 +215,58 @@ def test_a_text_that_was_redacted_is_not_changed_again(text: str) -> None:
 
 
 def test_learned_values_are_hidden_wherever_they_stand() -> None:
-    learn({"HOME": "/home/somebody", "HF_TOKEN": SECRET, "PIN_TOKEN": "1234", "nested": [{"api_key": "another-value"}]})
-    assert redacted_text(f"a{SECRET}b another-value 1234 /home/somebody") == f"a{HIDDEN}b {HIDDEN} 1234 /home/somebody"
+    learn(
+        {
+            "HOME": "/home/somebody",
+            "HF_TOKEN": SECRET,
+            "PIN_TOKEN": "1234",
+            "nested": [{"api_key": "another-value"}],
+        }
+    )
+    assert (
+        redacted_text(f"a{SECRET}b another-value 1234 /home/somebody")
+        == f"a{HIDDEN}b {HIDDEN} 1234 /home/somebody"
+    )
 
 
 def test_of_a_secret_of_several_lines_each_is_hidden() -> None:
     learn({"DEPLOY_KEY": "-----BEGIN PRIVATE KEY-----\n  MIIEvQIBADANBg  \nend\n"})
-    assert redacted_text("MIIEvQIBADANBg, -----BEGIN PRIVATE KEY----- and the end") == f"{HIDDEN}, {HIDDEN} and the end"
+    assert (
+        redacted_text("MIIEvQIBADANBg, -----BEGIN PRIVATE KEY----- and the end")
+        == f"{HIDDEN}, {HIDDEN} and the end"
+    )
 
 
 @pytest.mark.parametrize(
-    "form", ["env=HF_TOKEN={}", "{{'env': 'HF_TOKEN={}'}}", "error:HF_TOKEN={}", "a=b:c=HF_TOKEN: {}", "https://h/pHF_TOKEN={}"]
+    "form",
+    [
+        "env=HF_TOKEN={}",
+        "{{'env': 'HF_TOKEN={}'}}",
+        "error:HF_TOKEN={}",
+        "a=b:c=HF_TOKEN: {}",
+        "https://h/pHF_TOKEN={}",
+    ],
 )
 def test_an_assignment_within_what_another_name_gets(form: str) -> None:
     assert redacted_text(form.format(SECRET)) == form.format(HIDDEN)
 
 
-@pytest.mark.parametrize("name", ["--hf_token", "-5api_key", "éAPI_KEY", "x.y-password", "._token_", "?my_secret"])
+@pytest.mark.parametrize(
+    "name", ["--hf_token", "-5api_key", "éAPI_KEY", "x.y-password", "._token_", "?my_secret"]
+)
 def test_names_behind_other_characters(name: str) -> None:
     text = redacted_text(f"run {name}={SECRET} now")
     assert SECRET not in text and text.startswith(f"run {name}=") and text.endswith(f"{HIDDEN} now")
 
 
 @sampled(5)
-@pytest.mark.parametrize("piece", ["a", "a1", "-.", "9", "_", "é", "x://", "a=", "?a", "?key", "a:", " ", "a ", "'", 'a="', "@", "x+"])
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "a1", "-.", "9", "_", "é", "x://", "a=", "?a", "?key", "a:", " ", "a ", "'", 'a="', "@", "x+"],
+)
 def test_a_long_line_takes_no_more_than_its_length(piece: str) -> None:
-    """A million characters, as a response or an image in letters may have: what took their square would not come back."""
+    """A million characters, as a response or an image in letters may have: what took their square would not
+    come back."""
     text = redacted_text(f"{piece * (10**6 // len(piece))} HF_TOKEN={SECRET}")
     assert text.endswith(f" HF_TOKEN={HIDDEN}") and SECRET not in text
 
@@ -222,12 +277,17 @@ def test_an_argument_s_long_name_takes_no_more_than_its_length() -> None:
 
 
 LINES = st.lists(
-    st.sampled_from(["plain", SECRET, "HF_TOKEN=abc", "\u00e9", "", "https://a:b@c/d", "\n", "\r", "\r\n", "\ud800", " "]), max_size=12
+    st.sampled_from(
+        ["plain", SECRET, "HF_TOKEN=abc", "\u00e9", "", "https://a:b@c/d", "\n", "\r", "\r\n", "\ud800", " "]
+    ),
+    max_size=12,
 )
 
 
 @given(LINES, st.lists(st.integers(0, 400), max_size=8))
-def test_what_a_process_prints_is_the_same_in_whatever_pieces_it_comes(parts: list[str], cuts: list[int]) -> None:
+def test_what_a_process_prints_is_the_same_in_whatever_pieces_it_comes(
+    parts: list[str], cuts: list[int]
+) -> None:
     redaction._learned.add(SECRET)
     data = "".join(parts).encode(errors="surrogatepass")
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -244,7 +304,9 @@ def test_of_a_line_that_is_too_long_no_half_a_secret_is_shown(before: int) -> No
     lines = LineRedactor(longest=100)
     said = lines.take(b"x" * before + SECRET.encode() + b"y" * 200) + lines.take(b"z" * 5 + b"\nshort\n")
     first, rest = said.split("\n", 1)
-    assert rest == "short\n" and first.endswith(f"[... the rest of a line of {before + len(SECRET) + 205} bytes]")
+    assert rest == "short\n" and first.endswith(
+        f"[... the rest of a line of {before + len(SECRET) + 205} bytes]"
+    )
     assert "hu" not in said and first.startswith("x" * min(before, 50))
 
 
@@ -292,7 +354,9 @@ def minimal(directory: Path, **more: Any) -> Path:
 def test_a_command_line_that_is_refused_does_not_show_it(
     override: str, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = minimal(tmp_path, algorithm="grpo", logger={"wandb": {"api_key": "of-the-file-itself", "project": "p"}})
+    path = minimal(
+        tmp_path, algorithm="grpo", logger={"wandb": {"api_key": "of-the-file-itself", "project": "p"}}
+    )
     assert main(["train", str(path), override]) == 2
     said = capsys.readouterr()
     for secret in (SECRET, "of-the-file-itself"):
@@ -316,24 +380,39 @@ def test_how_a_launch_ended_is_written_without(tmp_path: Path) -> None:
     assert launch.outcome == "RuntimeError: https://***@host: HF_TOKEN=***"
 
 
-ENVIRONMENT = "judge: {url: '${oc.env:MEGARL_TEST_VALUE}', twice: '${judge.url} and ${oc.env:MEGARL_TEST_VALUE}', n: 5}\nother: plain\n"
+ENVIRONMENT = (
+    "judge: {url: '${oc.env:MEGARL_TEST_VALUE}', twice: '${judge.url} and "
+    "${oc.env:MEGARL_TEST_VALUE}', n: 5}\nother: plain\n"
+)
 
 
-def test_a_configuration_reads_no_environment_unless_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_reads_no_environment_unless_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGARL_TEST_VALUE", SECRET)
     path = tmp_path / "config.yaml"
     path.write_text(ENVIRONMENT)
-    with pytest.raises(ConfigError, match=r"judge\.url takes a value from the environment, .* --allow-env") as caught:
+    with pytest.raises(
+        ConfigError, match=r"judge\.url takes a value from the environment, .* --allow-env"
+    ) as caught:
         load_config(path)
     assert SECRET not in str(caught.value)
     for _ in range(2):
         config = load_config(path, allow_env=True)
         assert config["judge"] == {"url": SECRET, "twice": f"{SECRET} and {SECRET}", "n": 5}
-    assert [type(config["judge"][key]) for key in ("url", "twice", "n")] == [FromEnvironment, FromEnvironment, int]
+    assert [type(config["judge"][key]) for key in ("url", "twice", "n")] == [
+        FromEnvironment,
+        FromEnvironment,
+        int,
+    ]
     assert type(config["other"]) is str
     for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert redacted(copied) == {
-            "judge": {"url": "${oc.env:MEGARL_TEST_VALUE}", "twice": "${judge.url} and ${oc.env:MEGARL_TEST_VALUE}", "n": 5},
+            "judge": {
+                "url": "${oc.env:MEGARL_TEST_VALUE}",
+                "twice": "${judge.url} and ${oc.env:MEGARL_TEST_VALUE}",
+                "n": 5,
+            },
             "other": "plain",
         }
     with pytest.raises(yaml.YAMLError):
@@ -368,18 +447,29 @@ def test_by_an_override_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [HIDDEN, f"https://{HIDDEN}@host/path"])
 def test_a_file_without_its_secrets_is_not_taken_for_whole(value: str, tmp_path: Path) -> None:
     path = minimal(tmp_path, env={"options": {"judge_url": value}})
-    with pytest.raises(ConfigError, match=r"env\.options\.judge_url = .*it was hidden when this file was written"):
+    with pytest.raises(
+        ConfigError, match=r"env\.options\.judge_url = .*it was hidden when this file was written"
+    ):
         load_config(path)
-    assert load_config(path, ["env.options.judge_url=https://host"])["env"]["options"]["judge_url"] == "https://host"
+    assert (
+        load_config(path, ["env.options.judge_url=https://host"])["env"]["options"]["judge_url"]
+        == "https://host"
+    )
 
 
 def test_nobody_else_reads_the_configuration_of_a_run(tmp_path: Path, model: str, data: str) -> None:
     config = make_config("sft", tmp_path / "run", model, data)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / f".{CONFIG_FILE}.tmp").write_text("left by a run that was killed")
-    config["logger"] = {**(config.get("logger") or {}), "wandb": {"project": FromEnvironment(SECRET, "${oc.env:PROJECT}")}}
+    config["logger"] = {
+        **(config.get("logger") or {}),
+        "wandb": {"project": FromEnvironment(SECRET, "${oc.env:PROJECT}")},
+    }
     assert run(config, PolicyMaker()) == 0
-    files = [tmp_path / "run" / CONFIG_FILE, *(tmp_path / "run" / "checkpoints").glob(f"step_*/{CONFIG_NAME}")]
+    files = [
+        tmp_path / "run" / CONFIG_FILE,
+        *(tmp_path / "run" / "checkpoints").glob(f"step_*/{CONFIG_NAME}"),
+    ]
     assert len(files) > 1
     for file in files:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -390,5 +480,10 @@ def test_nobody_else_reads_the_configuration_of_a_run(tmp_path: Path, model: str
 
 def test_a_checkpoint_that_a_program_writes(tmp_path: Path) -> None:
     manager = CheckpointManager({"checkpoint_dir": tmp_path})
-    begun = manager.init_tmp_checkpoint(1, {"step": 1}, {"env_vars": {"HF_TOKEN": SECRET}, "url": f"https://a:{SECRET}@host"})
-    assert yaml.safe_load((begun / CONFIG_NAME).read_text()) == {"env_vars": {"HF_TOKEN": HIDDEN}, "url": "https://***@host"}
+    begun = manager.init_tmp_checkpoint(
+        1, {"step": 1}, {"env_vars": {"HF_TOKEN": SECRET}, "url": f"https://a:{SECRET}@host"}
+    )
+    assert yaml.safe_load((begun / CONFIG_NAME).read_text()) == {
+        "env_vars": {"HF_TOKEN": HIDDEN},
+        "url": "https://***@host",
+    }

@@ -1,4 +1,5 @@
-"""The driver's side of a refit of engines apart: ports that are another's, and groups that break. Ranks are threads with real groups."""
+"""The driver's side of a refit of engines apart: ports that are another's, and groups that break. Ranks are
+threads with real groups."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ class OneRank:
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[Any]]:
         def join() -> None:
             options = {"buffer_bytes": 4096, "handshake_s": 20.0}
-            self.sender = WeightBroadcaster(TransferGroup(ip, port, world_size, 0, digest=MANIFEST.digest, device=CPU, **options), MANIFEST)
+            self.sender = WeightBroadcaster(
+                TransferGroup(ip, port, world_size, 0, digest=MANIFEST.digest, device=CPU, **options),
+                MANIFEST,
+            )
 
         return self.worker_group.call(join)
 
@@ -83,14 +87,18 @@ class TwoEngines:
 
         def join(rank: int) -> None:
             seconds = 0.3 if port == self._taken else 20.0
-            group = TransferGroup(ip, port, world_size, rank, digest=MANIFEST.digest, device=CPU, handshake_s=seconds)
+            group = TransferGroup(
+                ip, port, world_size, rank, digest=MANIFEST.digest, device=CPU, handshake_s=seconds
+            )
             self.listeners[rank] = WeightListener(group, MANIFEST)
 
         return self.worker_group.call(*(lambda rank=rank: join(rank) for rank in range(1, ENGINES + 1)))
 
     def update_weights_from_collective(self) -> list[Future[Any]]:
         self.version = None
-        return self.worker_group.call(*(lambda one=one: one.receive(lambda _: None) for one in self.listeners.values()))
+        return self.worker_group.call(
+            *(lambda one=one: one.receive(lambda _: None) for one in self.listeners.values())
+        )
 
     def results(self, futures: list[Future[Any]]) -> list[Any]:
         return self.worker_group.get_all_worker_results(futures)

@@ -1,4 +1,5 @@
-"""What the driver says at a refit, counted over groups of workers that are played: as much at any number of ranks and weights."""
+"""What the driver says at a refit, counted over groups of workers that are played: as much at any number of
+ranks and weights."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_a_refit_is_one_call_of_either_side_at_any_number_of_ranks(ranks: int) -
     counted(policy, generation, "hand over")
     found = counted(policy, generation, "hand over")
     assert (found.calls, found.others, found.messages) == (CALLS, 4, ranks + ranks // 4)
-    ours, theirs = ({name: count for name, count in group.calls.items() if name not in LIFE} for group in workers_of(policy, generation))
+    ours, theirs = (
+        {name: count for name, count in group.calls.items() if name not in LIFE}
+        for group in workers_of(policy, generation)
+    )
     assert (ours, theirs) == ({"hand_over_weights": 1}, {"update_from_policy": 1})
     apart = counted(policy, generation, "broadcast")
     assert (apart.calls, apart.others) == (CALLS, 0)
@@ -84,7 +88,8 @@ def test_policy_and_engines_meet_once_and_anew_after_a_start_of_engines() -> Non
 
 
 def test_engines_start_anew_in_the_order_of_the_first_start() -> None:
-    """The policy leaves its devices, engines start and sleep, its parameters return; engines apart start beside it."""
+    """The policy leaves its devices, engines start and sleep, its parameters return; engines apart start
+    beside it."""
     policy, generation = driver_of(WEIGHTS, 8, 2, 4)
     refit_policy_generation(policy, generation, colocated_inference=True)
     said: list[str] = []
@@ -101,7 +106,13 @@ def test_engines_start_anew_in_the_order_of_the_first_start() -> None:
     theirs.answers = {**theirs.answers, "finish_generation": lambda worker: False}
     generation._start = lambda: said.append("start") or theirs  # type: ignore[assignment,return-value,func-returns-value]
     generation.restart(policy)
-    order = ["policy: offload_after_refit", "start", "engines: connect", "engines: finish_generation", "policy: prepare_for_lp_inference"]
+    order = [
+        "policy: offload_after_refit",
+        "start",
+        "engines: connect",
+        "engines: finish_generation",
+        "policy: prepare_for_lp_inference",
+    ]
     assert said == order
     with pytest.raises(RefitError, match="no whole weights"):
         generation._require_weights()
@@ -128,7 +139,10 @@ def test_after_a_refit_that_failed_no_engine_has_a_version(failing: str) -> None
     with pytest.raises(RefitError, match=r"said by a worker|not all engines have the same whole weights"):
         refit_policy_generation(policy, generation, colocated_inference=True)
     assert generation.version is None
-    with pytest.raises(RefitError, match=r"no whole weights|said by a worker|has the weights of version 4 where version 3 was sent last"):
+    with pytest.raises(
+        RefitError,
+        match=r"no whole weights|said by a worker|has the weights of version 4 where version 3 was sent last",
+    ):
         generation._require_weights()
     group.answers = {**group.answers, method: lambda worker, **options: VERSION}
     refit_policy_generation(policy, generation, colocated_inference=True)
@@ -137,7 +151,9 @@ def test_after_a_refit_that_failed_no_engine_has_a_version(failing: str) -> None
 
 def test_a_group_smaller_than_a_weight_is_refused_before_anything_is_said() -> None:
     policy, generation = driver_of(WEIGHTS, 8, 2, 4)
-    with pytest.raises(RefitError, match=rf"_refit_buffer_size_gb = 1e-06: layer\.0 alone takes {OF_WEIGHTS} bytes"):
+    with pytest.raises(
+        RefitError, match=rf"_refit_buffer_size_gb = 1e-06: layer\.0 alone takes {OF_WEIGHTS} bytes"
+    ):
         policy.hand_over_weights(1, 2, 1e-6)
     policy.hand_over_weights(1, 2, 1.0)
     assert workers_of(policy, generation)[0].calls["hand_over_weights"] == 1
@@ -153,7 +169,11 @@ def test_slices_are_agreed_on_once_and_anew_with_other_engines() -> None:
         refit_policy_generation(policy, generation, colocated_inference=True)
 
     def asked() -> tuple[int, ...]:
-        return ours.calls["send_slices"], ours.calls["mailbox"], *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet"))
+        return (
+            ours.calls["send_slices"],
+            ours.calls["mailbox"],
+            *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet")),
+        )
 
     # of all engines a digest, and of one what it stands for
     assert asked() == (1, 1, 2, 1, 1)
@@ -187,7 +207,10 @@ def test_engines_that_read_different_slices_and_those_of_one_rank_get_whole_weig
 def test_ranks_that_chose_different_slices_are_a_defect() -> None:
     policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
     ours = workers_of(policy, generation)[0]
-    ours.answers = {**ours.answers, "send_slices": lambda rank, **options: names_digest(["layer.3"]) if rank else []}
+    ours.answers = {
+        **ours.answers,
+        "send_slices": lambda rank, **options: names_digest(["layer.3"]) if rank else [],
+    }
     with pytest.raises(RefitError, match="ranks of the policy chose different weights to send as slices"):
         policy.send_slices(generation.slices_wanted())
 
@@ -227,7 +250,10 @@ def test_a_rank_gets_its_experts_and_those_from_nowhere_where_both_sides_divide_
     manifest = manifest_of(layout)
     found = moved(manifest, layout, wanted_of(layout, manifest))
     assert experts_kept(found.handed) * layout.engine == experts_kept(manifest) > 10**9
-    assert found.gathered == (0 if layout.divided else found.gathered_whole) and found.gathered_whole > 40 * 10**9
+    assert (
+        found.gathered == (0 if layout.divided else found.gathered_whole)
+        and found.gathered_whole > 40 * 10**9
+    )
     layers = layout.sizes["num_hidden_layers"] - layout.sizes.get("first_k_dense_replace", 0)
     experts = sum(".experts." in tensor.name for tensor in manifest.tensors)
     assert weights_loaded(manifest) == len(manifest.tensors) - experts + 3 * layers

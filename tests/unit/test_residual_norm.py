@@ -1,4 +1,5 @@
-"""Residual and norm in one operation: numbers and gradients of the two, and the norm taken only where it is that of the tensor at hand."""
+"""Residual and norm in one operation: numbers and gradients of the two, and the norm taken only where it is
+that of the tensor at hand."""
 
 from __future__ import annotations
 
@@ -26,14 +27,19 @@ def config_of(dtype: torch.dtype) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torch.compile is given, as it is."""
-    monkeypatch.setattr(residual_norm, "_compiled", lambda: (residual_norm._sum_and_norm, residual_norm._gradients))
+    monkeypatch.setattr(
+        residual_norm, "_compiled", lambda: (residual_norm._sum_and_norm, residual_norm._gradients)
+    )
     yield
 
 
 def inputs(dtype: torch.dtype, *sizes: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes = [(*sizes, 7), (*sizes, 7), (7,)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def reference(tokens: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +48,9 @@ def reference(tokens: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor,
 
 
 def test_gradients_are_those_of_differences() -> None:
-    assert torch.autograd.gradcheck(lambda *tensors: SumAndNorm.apply(*tensors, EPSILON), inputs(torch.float64, 3, 2))
+    assert torch.autograd.gradcheck(
+        lambda *tensors: SumAndNorm.apply(*tensors, EPSILON), inputs(torch.float64, 3, 2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -55,15 +63,23 @@ def test_numbers_are_those_of_float64_within_the_dtype(dtype: torch.dtype) -> No
         assert one.dtype == dtype
         # the sum is rounded once, and what is made of it a few times more
         torch.testing.assert_close(one.double(), other, atol=4 * rounding * other.abs().max().item(), rtol=0)
-    readers = [torch.randn(one.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64) for one in expected]
-    got = torch.autograd.grad(sum((one.double() * reader).sum() for one, reader in zip(found, readers, strict=True)), given)
-    right = torch.autograd.grad(sum((one * reader).sum() for one, reader in zip(expected, readers, strict=True)), exact)
+    readers = [
+        torch.randn(one.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        for one in expected
+    ]
+    got = torch.autograd.grad(
+        sum((one.double() * reader).sum() for one, reader in zip(found, readers, strict=True)), given
+    )
+    right = torch.autograd.grad(
+        sum((one * reader).sum() for one, reader in zip(expected, readers, strict=True)), exact
+    )
     for one, other in zip(got, right, strict=True):
         torch.testing.assert_close(one.double(), other, atol=16 * rounding * other.abs().max().item(), rtol=0)
 
 
 def test_a_weight_that_is_on_its_way_is_waited_for() -> None:
-    """As Megatron-Core's ``overlap_param_gather`` has it: a hook before the module's call brings what other ranks keep of the weight."""
+    """As Megatron-Core's ``overlap_param_gather`` has it: a hook before the module's call brings what other
+    ranks keep of the weight."""
     norm = PortableRMSNorm(config_of(torch.float32), 7, EPSILON)
     tokens, residual, weight = inputs(torch.float32, 3, 2)
 
@@ -79,17 +95,25 @@ def test_a_weight_that_is_on_its_way_is_waited_for() -> None:
 
 
 def test_it_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and sequences in any number, whole tensors and views: after eight versions the compiler gives up, and every call is slow."""
+    """Rows and sequences in any number, whole tensors and views: after eight versions the compiler gives up,
+    and every call is slow."""
     counters = [CompileCounter(), CompileCounter()]
     functions = (residual_norm._sum_and_norm, residual_norm._gradients)
-    compiled = tuple(torch.compile(function, dynamic=True, backend=counter) for function, counter in zip(functions, counters, strict=True))
+    compiled = tuple(
+        torch.compile(function, dynamic=True, backend=counter)
+        for function, counter in zip(functions, counters, strict=True)
+    )
     monkeypatch.setattr(residual_norm, "_compiled", lambda: compiled)
     weight = torch.ones(7, requires_grad=True)
     for sizes in ((3, 2), (5, 1), (1, 4), (6, 3), (8, 8), (2, 9), (11, 5), (4, 12), (13, 2), (7, 3)):
         tokens = torch.randn(*sizes, 7, requires_grad=True)
         # as embeddings come: rows first, and then positions
         residual = torch.randn(sizes[1], sizes[0], 7).transpose(0, 1)
-        for one, other in ((tokens, residual), (tokens, residual.contiguous()), (tokens, torch.randn(*sizes, 9)[..., :7])):
+        for one, other in (
+            (tokens, residual),
+            (tokens, residual.contiguous()),
+            (tokens, torch.randn(*sizes, 9)[..., :7]),
+        ):
             total, norm = SumAndNorm.apply(one, other, weight, EPSILON)
             (total.sum() + norm.square().sum()).backward()
     assert [counter.frame_count for counter in counters] == [1, 1]
@@ -129,7 +153,8 @@ def test_a_norm_is_taken_for_its_own_tensor_alone() -> None:
 
 
 def test_a_norm_without_a_gradient_is_not_taken_where_one_is_wanted() -> None:
-    """The output of a recomputed layer is the very tensor that the layer made, with the history of the recomputation."""
+    """The output of a recomputed layer is the very tensor that the layer made, with the history of the
+    recomputation."""
     tokens, residual, weight = inputs(torch.float32, 5, 2)
     norm = norm_of(weight)
     add = JoinedAdd(norm)(True, False)

@@ -1,4 +1,5 @@
-"""Workers that are lost are built anew within the launch: log and weights are those of a run that nobody disturbed."""
+"""Workers that are lost are built anew within the launch: log and weights are those of a run that nobody
+disturbed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from tests.full_disk import full_disk
 from tests.tiers import sampled
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
-LOST, HANGS = WorkerLostError("[dp0] worker process died during train"), DeadlineError("train: 1 of 1 workers did not answer")
+LOST, HANGS = (
+    WorkerLostError("[dp0] worker process died during train"),
+    DeadlineError("train: 1 of 1 workers did not answer"),
+)
 
 
 class Losses:
@@ -43,7 +47,9 @@ class Losses:
             raise self._errors[self.calls]
 
 
-def config_of(algorithm: str, run_dir: Path, model: str, data: str, most: int | None = 3, **checkpointing: Any) -> dict[str, Any]:
+def config_of(
+    algorithm: str, run_dir: Path, model: str, data: str, most: int | None = 3, **checkpointing: Any
+) -> dict[str, Any]:
     config = make_config(algorithm, run_dir, model, data)
     config["checkpointing"].update(checkpointing)
     if most is not None:
@@ -54,7 +60,10 @@ def config_of(algorithm: str, run_dir: Path, model: str, data: str, most: int | 
 def check_same(run_dir: Path, undisturbed: Path) -> None:
     assert comparable(run_dir) == comparable(undisturbed)
     one, other = final_weights(run_dir), final_weights(undisturbed)
-    assert all(torch.equal(one[name], other[name]) for name in other) and len({row["train/loss"] for row in rows(run_dir)[1:]}) > 1
+    assert (
+        all(torch.equal(one[name], other[name]) for name in other)
+        and len({row["train/loss"] for row in rows(run_dir)[1:]}) > 1
+    )
 
 
 # training calls that fail, and after which steps the run goes on; a checkpoint comes every two steps
@@ -69,20 +78,33 @@ MOMENTS: list[tuple[tuple[tuple[int, Exception], ...], list[int]]] = [
 
 @sampled(3)
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-@pytest.mark.parametrize(("errors", "steps"), MOMENTS, ids=[str([call for call, _ in errors]) for errors, _ in MOMENTS])
+@pytest.mark.parametrize(
+    ("errors", "steps"), MOMENTS, ids=[str([call for call, _ in errors]) for errors, _ in MOMENTS]
+)
 def test_a_run_that_loses_workers_ends_like_one_that_does_not(
-    algorithm: str, errors: tuple[tuple[int, Exception], ...], steps: list[int], tmp_path: Path, model: str, data: str
+    algorithm: str,
+    errors: tuple[tuple[int, Exception], ...],
+    steps: list[int],
+    tmp_path: Path,
+    model: str,
+    data: str,
 ) -> None:
     assert run(config_of(algorithm, tmp_path / "whole", model, data), PolicyMaker()) == 0
     maker = PolicyMaker(at_call=Losses(*errors))
     assert run(config_of(algorithm, tmp_path / "run", model, data), maker) == 0
     check_same(tmp_path / "run", tmp_path / "whole")
-    assert len(maker.policies) == 1 + len(errors) and all(policy._prepared == "shut down" for policy in maker.policies)
+    assert len(maker.policies) == 1 + len(errors) and all(
+        policy._prepared == "shut down" for policy in maker.policies
+    )
     [launch] = read_launches(tmp_path / "run")
-    assert [(restart.what, restart.step) for restart in launch.restarts] == [(WORKERS, step) for step in steps]
+    assert [(restart.what, restart.step) for restart in launch.restarts] == [
+        (WORKERS, step) for step in steps
+    ]
     assert launch.outcome == FINISHED and launch.restarts[0].reason.startswith(type(errors[0][1]).__name__)
     counted = {row["step"]: row.get("performance/worker_restarts") for row in rows(tmp_path / "run")}
-    assert counted[4] == len(steps) and all("performance/worker_restarts" not in row for row in rows(tmp_path / "whole"))
+    assert counted[4] == len(steps) and all(
+        "performance/worker_restarts" not in row for row in rows(tmp_path / "whole")
+    )
     told = as_plain(read_run_state(tmp_path / "run"))
     assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (0, len(steps), 0)
 
@@ -106,26 +128,39 @@ def test_rows_that_wait_for_a_full_disk_outlive_the_workers(tmp_path: Path, mode
     losses = Losses((3, LOST))
     with disk:
         assert run(config_of("sft", run_dir, model, data), PolicyMaker(at_call=at_call)) == 0
-    assert [restart.step for restart in read_launches(run_dir)[0].restarts] == [2] and len(set(written[1:])) == 1
+    assert [restart.step for restart in read_launches(run_dir)[0].restarts] == [2] and len(
+        set(written[1:])
+    ) == 1
     kept = [row for row in comparable(run_dir) if row["step"] >= 0]
     assert kept == comparable(tmp_path / "whole")
 
 
-def test_where_the_restarts_are_used_up_the_run_ends_as_without(tmp_path: Path, model: str, data: str) -> None:
+def test_where_the_restarts_are_used_up_the_run_ends_as_without(
+    tmp_path: Path, model: str, data: str
+) -> None:
     maker = PolicyMaker(at_call=Losses(*((call, LOST) for call in range(3, 9))))
     with pytest.raises(WorkerLostError, match="worker process died"):
         run(config_of("sft", tmp_path / "run", model, data, most=2), maker)
     assert len(maker.policies) == 3
     [launch] = read_launches(tmp_path / "run")
-    assert launch.outcome is not None and launch.outcome.startswith("WorkerLostError") and restarts_within([launch], WORKERS) == 2
+    assert (
+        launch.outcome is not None
+        and launch.outcome.startswith("WorkerLostError")
+        and restarts_within([launch], WORKERS) == 2
+    )
     # the next launch has its own
-    assert run(config_of("sft", tmp_path / "run", model, data, most=2), PolicyMaker(at_call=Losses((1, LOST)))) == 0
+    assert (
+        run(config_of("sft", tmp_path / "run", model, data, most=2), PolicyMaker(at_call=Losses((1, LOST))))
+        == 0
+    )
     assert [len(launch.restarts) for launch in read_launches(tmp_path / "run")] == [2, 1]
     assert run(config_of("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
     check_same(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("error", [Crash(), BatchError("rows"), MicroBatchMemoryError("no room"), MegarlError("else")])
+@pytest.mark.parametrize(
+    "error", [Crash(), BatchError("rows"), MicroBatchMemoryError("no room"), MegarlError("else")]
+)
 def test_other_errors_end_the_run(error: Exception, tmp_path: Path, model: str, data: str) -> None:
     maker = PolicyMaker(at_call=Losses((3, error)))
     with pytest.raises(type(error)):
@@ -133,10 +168,14 @@ def test_other_errors_end_the_run(error: Exception, tmp_path: Path, model: str, 
     assert len(maker.policies) == 1 and restarts_within(read_launches(tmp_path / "run"), WORKERS) == 0
 
 
-def test_outside_of_slurm_a_lost_worker_ends_the_run(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_slurm_a_lost_worker_ends_the_run(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(WorkerLostError):
-        run(config_of("sft", tmp_path / "run", model, data, most=None), PolicyMaker(at_call=Losses((3, LOST))))
+        run(
+            config_of("sft", tmp_path / "run", model, data, most=None), PolicyMaker(at_call=Losses((3, LOST)))
+        )
     assert [most_restarts({"max_restarts": said}) for said in (None, 0, 5)] == [0, 0, 5]
     assert patience_for_places(1800.0) == 1800.0
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -169,22 +208,36 @@ def test_a_worker_lost_in_a_save(tmp_path: Path, model: str, data: str) -> None:
 
 
 @pytest.mark.parametrize("call", [2, 4])
-def test_a_launch_that_starts_over_goes_on_from_its_own_checkpoints(call: int, tmp_path: Path, model: str, data: str) -> None:
+def test_a_launch_that_starts_over_goes_on_from_its_own_checkpoints(
+    call: int, tmp_path: Path, model: str, data: str
+) -> None:
     assert run(config_of("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
     run_dir = tmp_path / "run"
     damaged = run_dir / "checkpoints" / "step_3"
     damaged.mkdir(parents=True)
     (damaged / "training_info.json").write_text("{}")
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n')
-    assert run(config_of("sft", run_dir, model, data, resume="never"), PolicyMaker(at_call=Losses((call, LOST)))) == 0
+    assert (
+        run(config_of("sft", run_dir, model, data, resume="never"), PolicyMaker(at_call=Losses((call, LOST))))
+        == 0
+    )
     check_same(run_dir, tmp_path / "whole")
     assert [restart.step for restart in read_launches(run_dir)[0].restarts] == [call // 3 * 2]
-    assert json.loads((run_dir / "metrics.before-1.jsonl").read_text())["time"] == 5.0 and not (run_dir / "metrics.before-2.jsonl").exists()
+    assert (
+        json.loads((run_dir / "metrics.before-1.jsonl").read_text())["time"] == 5.0
+        and not (run_dir / "metrics.before-2.jsonl").exists()
+    )
 
 
 def test_without_checkpoints_it_begins_anew(tmp_path: Path, model: str, data: str) -> None:
     assert run(config_of("sft", tmp_path / "whole", model, data, enabled=False), PolicyMaker()) == 0
-    assert run(config_of("sft", tmp_path / "run", model, data, enabled=False), PolicyMaker(at_call=Losses((3, LOST)))) == 0
+    assert (
+        run(
+            config_of("sft", tmp_path / "run", model, data, enabled=False),
+            PolicyMaker(at_call=Losses((3, LOST))),
+        )
+        == 0
+    )
     check_same(tmp_path / "run", tmp_path / "whole")
 
 
@@ -252,7 +305,11 @@ class Reserved:
     ],
 )
 def test_places_that_a_lost_node_had_are_not_waited_for(
-    at_look: int | None, lost_at: int | None, timeout_s: float, error: type[MegarlError] | None, monkeypatch: pytest.MonkeyPatch
+    at_look: int | None,
+    lost_at: int | None,
+    timeout_s: float,
+    error: type[MegarlError] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Reserved] = []
 
@@ -261,21 +318,35 @@ def test_places_that_a_lost_node_had_are_not_waited_for(
         return made[-1]
 
     def lost(node_id: str) -> str | None:
-        return node_id if lost_at is not None and node_id == "n2" and sum(group.looks for group in made) >= lost_at else None
+        return (
+            node_id
+            if lost_at is not None and node_id == "n2" and sum(group.looks for group in made) >= lost_at
+            else None
+        )
 
     monkeypatch.setattr(virtual_cluster, "placement_group", reserve)
-    monkeypatch.setattr(virtual_cluster, "remove_placement_group", lambda group: setattr(group, "removed", True))
+    monkeypatch.setattr(
+        virtual_cluster, "remove_placement_group", lambda group: setattr(group, "removed", True)
+    )
     monkeypatch.setattr(virtual_cluster, "lost_node_name", lost)
-    monkeypatch.setattr(virtual_cluster, "alive_nodes", lambda: [RayNode(name, name, {"CPU": 1.0}, {"CPU": 1.0}) for name in ("n1", "n2")])
+    monkeypatch.setattr(
+        virtual_cluster,
+        "alive_nodes",
+        lambda: [RayNode(name, name, {"CPU": 1.0}, {"CPU": 1.0}) for name in ("n1", "n2")],
+    )
     monkeypatch.setattr(virtual_cluster.ray, "available_resources", dict)
     cluster = RayVirtualCluster([1, 1], use_gpus=False, name="anew", ready_timeout_s=timeout_s)
     if error is None:
         assert cluster._reserve("SPREAD", unified=False) == made and not any(group.removed for group in made)
         return
-    with pytest.raises(error, match=r"'anew': node n2 is lost, before" if lost_at else r"'anew': Ray did not reserve 2 bundles") as raised:
+    with pytest.raises(
+        error,
+        match=r"'anew': node n2 is lost, before" if lost_at else r"'anew': Ray did not reserve 2 bundles",
+    ) as raised:
         cluster._reserve("SPREAD", unified=False)
     assert all(group.removed for group in made) and raised.value.exit_code == 4
-    # with restarts left, a lost node is worth new workers also before these were built; places that others have are not
+    # with restarts left, a lost node is worth new workers also before these were built; places that others
+    # have are not
     restarts = restarts_of(1)
     if lost_at:
         restarts.require(raised.value)
@@ -288,7 +359,11 @@ def test_the_start_of_ray_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_ray_start", {"seconds": 40.0})
     deadlines = {"init_s": 100.0, "load_s": 7.0}
     resumed = ResumePoint(checkpoint=Path("step_2"))
-    assert [start._init_seconds(deadlines, point) for point in (ResumePoint(), resumed, ResumePoint())] == [60.0, 107.0, 100.0]
+    assert [start._init_seconds(deadlines, point) for point in (ResumePoint(), resumed, ResumePoint())] == [
+        60.0,
+        107.0,
+        100.0,
+    ]
     monkeypatch.setattr(start, "_ray_start", {"seconds": 200.0})
     assert [start._init_seconds(deadlines, ResumePoint()) for _ in range(2)] == [1.0, 100.0]
 

@@ -112,7 +112,14 @@ def users(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("response", "answer", "stripped", "literal"),
-    [("12", "12", 1, 1), (" 12\n", "12", 1, 0), ("12", " 12", 1, 0), ("1 2", "12", 0, 0), ("", "", 1, 1), ("12.", "12", 0, 0)],
+    [
+        ("12", "12", 1, 1),
+        (" 12\n", "12", 1, 0),
+        ("12", " 12", 1, 0),
+        ("1 2", "12", 0, 0),
+        ("", "", 1, 1),
+        ("12.", "12", 0, 0),
+    ],
 )
 def test_exact_match(response: str, answer: str, stripped: float, literal: float) -> None:
     assert judged("exact_match", response, answer) == stripped
@@ -154,17 +161,25 @@ def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
     monkeypatch.setattr("megarl.import_path._SLOW_S", 0.0)
     slow = tmp_path / "slow.py"
     # it goes on when it has been named
-    waits = "for thread in threading.enumerate():\n    if isinstance(thread, threading.Timer):\n        thread.join()"
+    waits = (
+        "for thread in threading.enumerate():\n    if isinstance(thread, threading.Timer):\n        "
+        "thread.join()"
+    )
     slow.write_text(f"import threading\n{waits}\nx = 1\n")
     assert load_object(f"{slow}:x", "env.reward") == 1
     assert [record.getMessage() for record in caplog.records if record.name == "megarl.import_path"] == [
-        f"env.reward: {slow} is still being imported after 0 s, and is waited for. Fix: keep what takes long out of the module's own lines"
+        (
+            f"env.reward: {slow} is still being imported after 0 s, and is waited for. Fix: keep what takes "
+            "long out of the module's own lines"
+        )
     ]
 
 
 def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     assert set(REWARDS) == set(BUILT_IN_REWARDS)
-    with pytest.raises(ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math, .* or an import path"):
+    with pytest.raises(
+        ConfigError, match=r"env\.reward = 'exakt': it must be exact_match, math, .* or an import path"
+    ):
         get_reward(RewardSpec("exakt"))
     with pytest.raises(ConfigError, match=r"has no rewart.*write one of its names \(.*reward"):
         get_reward(RewardSpec(users.replace(":reward", ":rewart")))
@@ -178,7 +193,10 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     broken.write_text("import os\nraise ValueError('not today')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
         pool_of(f"{broken}:reward", 1, 1.0)
-    with pytest.raises(ConfigError, match=r"nothing .* its parameter 'p'\. Fix: use these names: prompt, response or completion"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nothing .* its parameter 'p'\. Fix: use these names: prompt, response or completion",
+    ):
         check_reward("os.path:basename", columns=())
     with pytest.raises(ConfigError, match=r"it does not take the response"):
         broken.write_text("def reward(prompt, answer):\n    return 1.0\n")
@@ -207,7 +225,9 @@ FAULTS: Mapping[str, tuple[str | None, str]] = {
 
 def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest.CaptureFixture[str]) -> None:
     good = ["a", "bb", "ccc\n", "dddd \ud800", '"', ""]
-    responses = [each for pair in zip([*FAULTS], [*good, "x", "y", "z"], strict=True) for each in pair] + ["end"]
+    responses = [each for pair in zip([*FAULTS], [*good, "x", "y", "z"], strict=True) for each in pair] + [
+        "end"
+    ]
     pool = pool_of(users, 3, 1.5)
     try:
         for _ in range(2):
@@ -247,7 +267,10 @@ def reward(response, answer):
 
 
 def test_what_a_function_prints_and_raises_with_holds_no_secret(
-    pools: list[RewardPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    pools: list[RewardPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Its process has the environment of the run, since a judge may need a key of it."""
     secret = "planted-secret-of-a-judge"
@@ -263,7 +286,14 @@ def test_what_a_function_prints_and_raises_with_holds_no_secret(
     ]
     said = capfd.readouterr()
     assert secret not in said.err + said.out and not said.out
-    for line in ("printed ***", "written ***", "logged ***", "told by a child ***", "in two parts *** and the end", "the last words ***"):
+    for line in (
+        "printed ***",
+        "written ***",
+        "logged ***",
+        "told by a child ***",
+        "in two parts *** and the end",
+        "the last words ***",
+    ):
         assert line in said.err, line
 
 
@@ -295,7 +325,9 @@ def wait_until_heard(processes: Sequence[Any]) -> None:
             assert selector.select(120)
 
 
-def test_a_driver_that_comes_late_takes_what_is_there(users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_comes_late_takes_what_is_there(
+    users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Processes have long been ready, and answers long been there, when the driver next looks."""
     pools.append(pool_of(users, 2, 5.0))
     wait_until_heard(pools[0]._processes[1:])
@@ -319,7 +351,13 @@ def test_an_answer_is_taken_for_its_own_task_alone(users: str, pools: list[Rewar
     pools.append(pool_of(users, 1, 5.0))
     responses = ["a", "forks", "bb", "reads", "ccc"]
     for _ in range(2):
-        assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [1 / 8, 5 / 8, 2 / 8, 1.0, 3 / 8]
+        assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [
+            1 / 8,
+            5 / 8,
+            2 / 8,
+            1.0,
+            3 / 8,
+        ]
 
 
 def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[RewardPool]) -> None:
@@ -327,16 +365,24 @@ def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[Rew
     pools.append(pool_of(users, 1, 0.5))
     assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
     os.kill(pools[0]._processes[0].child.pid, signal.SIGSTOP)
-    assert scored(pools[0], [("b" * 10**6, ""), ("cc", "")]) == [Score(None, "timeout", "no answer within 0.5 s"), Score(2 / 8)]
+    assert scored(pools[0], [("b" * 10**6, ""), ("cc", "")]) == [
+        Score(None, "timeout", "no answer within 0.5 s"),
+        Score(2 / 8),
+    ]
     assert scored(pools[0], [("b" * 10**6, "")]) == [Score(10**6 / 8)]
 
 
-def test_a_process_that_died_of_something_else_costs_no_response(users: str, pools: list[RewardPool], tmp_path: Path) -> None:
+def test_a_process_that_died_of_something_else_costs_no_response(
+    users: str, pools: list[RewardPool], tmp_path: Path
+) -> None:
     pools.append(pool_of(users, 1, 5.0))
     child = pools[0]._processes[0].child
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    assert scored(pools[0], [("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
+    assert scored(pools[0], [("a", ""), ("dies once", str(tmp_path / "died"))]) == [
+        Score(1 / 8),
+        Score(9 / 8),
+    ]
 
 
 @sampled(1)
@@ -378,7 +424,9 @@ def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
 ) -> None:
     (tmp_path / "math_verify").mkdir()
     (tmp_path / "math_verify" / "errors.py").write_text("class TimeoutException(BaseException): ...")
-    (tmp_path / "math_verify" / "__init__.py").write_text("def parse(text): ...\ndef verify(gold, target): ...")
+    (tmp_path / "math_verify" / "__init__.py").write_text(
+        "def parse(text): ...\ndef verify(gold, target): ..."
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     pools.append(pool_of("math_verify", 1, 5.0))
     with pytest.raises(ConfigError, match="says that 1 is not 1"):
@@ -387,9 +435,13 @@ def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
 
 @sampled(1)
 @pytest.mark.parametrize("argument", ["response", "answer"])
-def test_a_function_cannot_change_what_it_is_given(argument: str, tmp_path: Path, environments: list[SingleTurn]) -> None:
+def test_a_function_cannot_change_what_it_is_given(
+    argument: str, tmp_path: Path, environments: list[SingleTurn]
+) -> None:
     path = tmp_path / "greedy.py"
-    path.write_text(f"def reward(response, answer):\n    {argument} += '!'\n    return len(response + answer)")
+    path.write_text(
+        f"def reward(response, answer):\n    {argument} += '!'\n    return len(response + answer)"
+    )
     environments.append(SingleTurn(section(f"{path}:reward")))
     given = turn("aa", "bbb")
     assert environments[0].step(given).rewards == environments[0].step(given).rewards == [9.0, 10.0]
@@ -401,7 +453,14 @@ def records(count: int) -> list[Example]:
 
 
 def section(reward: str | None, **changes: Any) -> dict[str, Any]:
-    defaults = {"environment": "single_turn", "strip": True, "processes": 2, "timeout_s": 1.5, "on_error": "raise", "on_timeout": "zero"}
+    defaults = {
+        "environment": "single_turn",
+        "strip": True,
+        "processes": 2,
+        "timeout_s": 1.5,
+        "on_error": "raise",
+        "on_timeout": "zero",
+    }
     return {**defaults, "options": {}, "reward": reward, **changes}
 
 
@@ -418,34 +477,54 @@ def environments() -> Iterator[list[SingleTurn]]:
         environment.close()
 
 
-def test_what_becomes_of_a_response_without_a_reward(users: str, environments: list[SingleTurn], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_becomes_of_a_response_without_a_reward(
+    users: str, environments: list[SingleTurn], caplog: pytest.LogCaptureFixture
+) -> None:
     environments.append(SingleTurn(section(users)))
     with pytest.raises(
-        RewardError, match=r"record 8: no reward, KeyError: 'no such thing'.*ends in 'raises'.*set env\.on_error to zero or mask"
+        RewardError,
+        match=r"record 8: no reward, KeyError: 'no such thing'.*ends in 'raises'.*set env\.on_error to zero "
+        r"or mask",
     ):
         environments[0].step(turn("aaaa", "raises"))
     result = environments[0].step(turn("aaaa", "sleeps"))
-    assert (result.rewards, result.masked, result.metrics) == ([0.5, 0.0], [False, False], {"reward_errors": 0, "reward_timeouts": 1})
+    assert (result.rewards, result.masked, result.metrics) == (
+        [0.5, 0.0],
+        [False, False],
+        {"reward_errors": 0, "reward_timeouts": 1},
+    )
     assert "record 8: no reward, no answer within 1.5 s" in caplog.text and "it counts as 0" in caplog.text
     environments.append(SingleTurn(section(users, on_error="mask", on_timeout="raise")))
     result = environments[1].step(turn("nan", "aaaa", "dies"))
-    assert (result.rewards, result.masked, result.metrics["reward_errors"]) == ([0.0, 0.5, 0.0], [True, False, True], 2)
+    assert (result.rewards, result.masked, result.metrics["reward_errors"]) == (
+        [0.0, 0.5, 0.0],
+        [True, False, True],
+        2,
+    )
     with pytest.raises(RewardError, match=r"env\.on_timeout"):
         environments[1].step(turn("sleeps"))
     environments.append(SingleTurn(section(users, on_error="zero")))
     assert environments[2].step(turn("raises")).masked == [False]
-    assert environments[2].fault_of_reference("") == "it is empty" and environments[2].fault_of_reference("1") is None
+    assert (
+        environments[2].fault_of_reference("") == "it is empty"
+        and environments[2].fault_of_reference("1") is None
+    )
     assert find_faults(environments[2], 5.0)("trouble") == "fault_of_reference fails on it: OSError: no disk"
     exact = SingleTurn(section("exact_match"))
     assert exact.step(turn(" answer", "x")).rewards == [1.0, 0.0]
-    assert [exact.fault_of_reference(answer) for answer in ("", " \n", "0")] == ["it is empty", "it is empty", None]
+    assert [exact.fault_of_reference(answer) for answer in ("", " \n", "0")] == [
+        "it is empty",
+        "it is empty",
+        None,
+    ]
     assert SingleTurn(section("math_verify")).fault_of_reference("") is not None
 
 
 def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "environment.py"
     path.write_text(
-        "class Mine:\n    def __init__(self, section): self.section = section\n    def step(self, turn): ...\n    def close(self): ...\n"
+        "class Mine:\n    def __init__(self, section): self.section = section\n    def step(self, turn): "
+        "...\n    def close(self): ...\n"
         "    def fault_of_reference(self, answer): return None\nclass Half:\n    def step(self, turn): ...\n"
     )
     made: Any = make_environment(section(None, environment=f"{path}:Mine", options={"depth": 3}))
@@ -468,21 +547,35 @@ def answered(result: Any, rows: int) -> Any:
     """The samples of so many responses that an environment answers in this way."""
     environment = SimpleNamespace(step=lambda turn: result)
     collector, *_ = collector_of(environment, lambda prompt, seed: [5], turns=1)
-    return collector.collect([Example(place, (4,), (), "") for place in range(rows)], 1, list(range(rows))).samples
+    return collector.collect(
+        [Example(place, (4,), (), "") for place in range(rows)], 1, list(range(rows))
+    ).samples
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
-        (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response, and there is one turn"),
+        (
+            EnvironmentReturn([1.0, 1.0], [True, False], [False, False]),
+            "goes on after a response, and there is one turn",
+        ),
         (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
         (EnvironmentReturn([1.0, float("nan")], [True, True], [False, False]), "the reward nan"),
-        (EnvironmentReturn([1, torch.tensor(float("nan"))], [True, True], [False, False]), r"the reward tensor\(nan\)"),  # type: ignore[list-item]
+        (
+            EnvironmentReturn([1, torch.tensor(float("nan"))], [True, True], [False, False]),
+            r"the reward tensor\(nan\)",
+        ),  # type: ignore[list-item]
         (EnvironmentReturn([1.0, 1e300], [True, True], [False, False]), r"the reward 1e\+300"),
         (EnvironmentReturn([1.0, None], [True, True], [True, False]), "the reward None"),
-        (EnvironmentReturn([1.0, "1"], [True, True], [False, False]), "the reward '1'"),  # type: ignore[list-item]
-        (EnvironmentReturn([1.0, 1.0], [True, True], [0.4, False]), r"masked = 0\.4"),  # type: ignore[list-item]
+        (EnvironmentReturn([1.0, "1"], [True, True], [False, False]), ("the reward '1'")),  # type: ignore[list-item]
+        (
+            EnvironmentReturn([1.0, 1.0], [True, True], [0.4, False]),
+            (
+                r"masked = "
+                r"0\.4"
+            ),
+        ),  # type: ignore[list-item]
         ([1.0, 1.0], r"returned a list\. Fix: return an EnvironmentReturn"),
     ],
 )
@@ -494,12 +587,16 @@ def test_what_an_environment_returns_has_to_fit(result: EnvironmentReturn, messa
 def test_numbers_of_any_kind_are_rewards() -> None:
     given = [1, True, 0.5, np.float32(0.25), torch.tensor(2.0), None]
     samples = answered(EnvironmentReturn(given, [True] * 6, [False] * 4 + [np.True_, True]), 6)  # type: ignore[arg-type,list-item]
-    assert samples["reward"].tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and samples["masked"].tolist() == [False] * 4 + [True, True]
+    assert samples["reward"].tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and samples["masked"].tolist() == [
+        False
+    ] * 4 + [True, True]
 
 
 @sampled(1)
 @pytest.mark.parametrize("strange", [b'[99, "value", [7.0, null], 0.1]\n', b"not JSON\n", b"[1]\n", b"7\n"])
-def test_a_process_that_says_what_nobody_asked_for_is_not_believed(users: str, pools: list[RewardPool], strange: bytes) -> None:
+def test_a_process_that_says_what_nobody_asked_for_is_not_believed(
+    users: str, pools: list[RewardPool], strange: bytes
+) -> None:
     pools.append(pool_of(users, 1, 5.0))
     pools[0]._processes[0]._received += strange
     assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
@@ -537,7 +634,9 @@ def test_responses_that_lie_before_a_process_that_is_ended_lose_nothing(
     responses = ["a"] * 20 + draw.sample(later, len(later))
     scores = scored(pools[0], [(each, "") for each in responses])
     expected = {"dies": (None, "outage"), "hangs": (None, "timeout")}
-    assert [(score.value, score.fault) for score in scores] == [expected.get(each, (len(each) / 8, None)) for each in responses], seed
+    assert [(score.value, score.fault) for score in scores] == [
+        expected.get(each, (len(each) / 8, None)) for each in responses
+    ], seed
     assert most > 2, seed
 
 
@@ -551,10 +650,14 @@ def test_the_time_of_a_response_begins_when_those_before_it_are_answered(
     pools.append(pool_of(users, 1, 1.0))
     pools[0]._seconds[0] = 0.0
     responses = ["naps"] * 10 + ["a"] * 20
-    assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [len(each) / 8 for each in responses]
+    assert [score.value for score in scored(pools[0], [(each, "") for each in responses])] == [
+        len(each) / 8 for each in responses
+    ]
 
 
-def test_slow_responses_do_not_lie_before_a_process(users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_responses_do_not_lie_before_a_process(
+    users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other process would be idle in the end, while they wait."""
     pools.append(pool_of(users, 2, 5.0))
     pools[0]._seconds[0] = 1.0
@@ -628,11 +731,17 @@ def test_by_default_a_response_that_breaks_the_function_scores_0_and_what_it_can
     assert result.metrics == {"reward_errors": len(responses) - 1, "reward_timeouts": 0}
 
 
-def test_what_no_response_can_cause_counts_as_0_for_none(failing: str, environments: list[SingleTurn]) -> None:
-    environments += [SingleTurn(section(failing, on_error=decision)) for decision in ("zero", "mask", "raise")]
+def test_what_no_response_can_cause_counts_as_0_for_none(
+    failing: str, environments: list[SingleTurn]
+) -> None:
+    environments += [
+        SingleTurn(section(failing, on_error=decision)) for decision in ("zero", "mask", "raise")
+    ]
     for environment in environments[:2]:
         assert environment.step(turn("good", "refused")).masked == [False, True]
-    with pytest.raises(RewardError, match=r"record 8: no reward, URLError: .*set env\.on_error to zero or mask"):
+    with pytest.raises(
+        RewardError, match=r"record 8: no reward, URLError: .*set env\.on_error to zero or mask"
+    ):
         environments[2].step(turn("good", "refused"))
 
 
@@ -651,21 +760,28 @@ def test_a_group_that_fails_as_a_whole_is_held_against_the_function_once_a_step_
             environments[0].step(turn("number", "number"))
 
 
-@pytest.mark.parametrize("responses", [["number"] * 3, ["no module"] * 2, ["none", "number"], ["leaves", "crashes"]])
+@pytest.mark.parametrize(
+    "responses", [["number"] * 3, ["no module"] * 2, ["none", "number"], ["leaves", "crashes"]]
+)
 @pytest.mark.parametrize("decision", ["zero", "mask"])
 def test_a_function_that_fails_on_every_response_ends_the_run(
     responses: list[str], decision: str, failing: str, environments: list[SingleTurn]
 ) -> None:
     environments.append(SingleTurn(section(failing, on_error=decision)))
     with pytest.raises(
-        RewardError, match=rf"failed on each of the {len(responses)} responses of a batch.*The first, of record 7: "
+        RewardError,
+        match=rf"failed on each of the {len(responses)} responses of a batch.*The first, of record 7: ",
     ) as caught:
         environments[0].step(turn(*responses))
     traced = {"number": "return int(response)", "no module": "import megarl_no_such_module"}.get(responses[0])
-    assert traced is None or (traced in str(caught.value) and "Traceback (most recent call last)" in str(caught.value))
+    assert traced is None or (
+        traced in str(caught.value) and "Traceback (most recent call last)" in str(caught.value)
+    )
 
 
-def test_an_outage_on_every_response_is_waited_out_for_a_while(failing: str, environments: list[SingleTurn]) -> None:
+def test_an_outage_on_every_response_is_waited_out_for_a_while(
+    failing: str, environments: list[SingleTurn]
+) -> None:
     environments.append(SingleTurn(section(failing, on_error="zero")))
     for batch in (("refused", "said"), ("refused",)):
         assert all(environments[0].step(turn(*batch)).masked)

@@ -1,4 +1,5 @@
-"""Whole runs of a reward model in one process: the real driver, data, checkpoints and logs around the plain reference policy."""
+"""Whole runs of a reward model in one process: the real driver, data, checkpoints and logs around the plain
+reference policy."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, check_same, make_c
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Sums with a right and a wrong answer. Seven pairs and batches of three: steps run over the ends of epochs."""
+    """Sums with a right and a wrong answer. Seven pairs and batches of three: steps run over the ends of
+    epochs."""
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     lines = [{"ask": f"{one}+{one}=", "good": str(2 * one), "bad": str(2 * one + 1)} for one in range(7)]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -35,7 +37,13 @@ def rm_config(run_dir: Path, model: str, pairs: str, **section: Any) -> dict[str
     config["policy"] |= {"train_global_batch_size": 3, "train_micro_batch_size": 1, "generation": None}
     config["policy"]["reward_model_cfg"] = {"enabled": True}
     del config["sft"]
-    config["rm"] = {"max_num_steps": STEPS, "val_period": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2, **section}
+    config["rm"] = {
+        "max_num_steps": STEPS,
+        "val_period": 2,
+        "val_global_batch_size": 4,
+        "val_micro_batch_size": 2,
+        **section,
+    }
     return {**config, "algorithm": "rm"}
 
 
@@ -46,14 +54,24 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, pairs: 
     logged = rows(tmp_path)
     assert [row["step"] for row in logged] == list(range(STEPS + 1))
     for row in logged[1:]:
-        assert {f"train/{name}" for name in ("loss", "accuracy", "margin", "rewards_chosen_mean", "grad_norm")} <= set(row)
+        assert {
+            f"train/{name}" for name in ("loss", "accuracy", "margin", "rewards_chosen_mean", "grad_norm")
+        } <= set(row)
         assert row["train/num_valid_samples"] == 3 and row["train/global_valid_seqs"] == 6
-        assert row["train/margin"] == pytest.approx(row["train/rewards_chosen_mean"] - row["train/rewards_rejected_mean"], abs=1e-6)
+        assert row["train/margin"] == pytest.approx(
+            row["train/rewards_chosen_mean"] - row["train/rewards_rejected_mean"], abs=1e-6
+        )
     first = next(row for row in logged if "validation/loss" in row)
-    assert first["validation/samples"] == 7 and first["validation/loss"] == pytest.approx(math.log(2), abs=0.3)
+    assert first["validation/samples"] == 7 and first["validation/loss"] == pytest.approx(
+        math.log(2), abs=0.3
+    )
     info = json.loads((tmp_path / "checkpoints" / "step_4" / "training_info.json").read_text())
     # three pairs a step of seven
-    assert info["sampler"]["epoch"] == 1 and info["sampler"]["position"] == 5 and "val_accuracy" in info["metrics"]
+    assert (
+        info["sampler"]["epoch"] == 1
+        and info["sampler"]["position"] == 5
+        and "val_accuracy" in info["metrics"]
+    )
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf" / "step_4")
     assert exported.config.num_labels == 1
     AutoTokenizer.from_pretrained(tmp_path / "hf" / "step_4")
@@ -64,15 +82,27 @@ def test_it_learns_which_answer_is_right(tmp_path: Path, model: str, pairs: str)
     config["checkpointing"] = {"enabled": False}
     run(config, PolicyMaker())
     before, after = (row for row in rows(tmp_path) if "validation/loss" in row)
-    assert after["validation/accuracy"] == pytest.approx(1) and after["validation/loss"] < before["validation/loss"] / 3
+    assert (
+        after["validation/accuracy"] == pytest.approx(1)
+        and after["validation/loss"] < before["validation/loss"] / 3
+    )
     assert after["validation/margin"] > 1
 
 
 def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, pairs: str, data: str) -> None:
-    """Its score, which transformers gives too, is a part of the reward; how right an answer is stays what the environment says."""
+    """Its score, which transformers gives too, is a part of the reward; how right an answer is stays what the
+    environment says."""
     assert run(rm_config(tmp_path / "rm", model, pairs), PolicyMaker()) == 0
     judge = tmp_path / "rm" / "hf" / "step_4"
-    config = make_config("grpo", tmp_path / "grpo", model, data, env_reward_weight=2.0, reward_model_weight=-0.5, max_num_steps=2)
+    config = make_config(
+        "grpo",
+        tmp_path / "grpo",
+        model,
+        data,
+        env_reward_weight=2.0,
+        reward_model_weight=-0.5,
+        max_num_steps=2,
+    )
     config["reward_model"] = {"model_name": str(judge)}
     # an untrained model has no answer right, and rewards of 0 would hide their weight
     (tmp_path / "lengths.py").write_text("def reward(response, answer):\n    return len(response) % 4 / 4\n")
@@ -80,12 +110,17 @@ def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, p
     config["logger"] = {"samples": {"token_ids": True, "num_train_samples": None}}
     assert run(config, PolicyMaker()) == 0
     scorer = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
-    samples = [json.loads(line) for line in (tmp_path / "grpo" / "samples" / "train_step_1.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "grpo" / "samples" / "train_step_1.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 12
     for sample in samples:
         with torch.no_grad():
             # at the last token, also where that is the one which pads
-            hidden = scorer.model(input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])).last_hidden_state
+            hidden = scorer.model(
+                input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])
+            ).last_hidden_state
             score = float(scorer.score(hidden[0, -1]))
         assert sample["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
         assert sample["reward"] == pytest.approx(2.0 * sample["accuracy"] - 0.5 * score, abs=1e-5)
@@ -104,7 +139,9 @@ class ScoresAsTold(PolicyMaker):
         super().__init__()
         self.score = score
 
-    def __call__(self, config: Any, tokenizer: Any, start: Any, stack: Any, role: Role = ACTOR, beside: Any = None) -> Any:
+    def __call__(
+        self, config: Any, tokenizer: Any, start: Any, stack: Any, role: Role = ACTOR, beside: Any = None
+    ) -> Any:
         policy = super().__call__(config, tokenizer, start, stack, role, beside)
         found = policy.score
 
@@ -119,12 +156,23 @@ class ScoresAsTold(PolicyMaker):
 
 
 @pytest.mark.parametrize("score", [math.nan, -math.inf])
-def test_a_score_that_is_not_finite_ends_the_run_before_anything_is_trained(score: float, tmp_path: Path, model: str, data: str) -> None:
-    maker, config = ScoresAsTold(score), make_config("grpo", tmp_path, model, data, val_period=0, val_at_start=False)
+def test_a_score_that_is_not_finite_ends_the_run_before_anything_is_trained(
+    score: float, tmp_path: Path, model: str, data: str
+) -> None:
+    maker, config = (
+        ScoresAsTold(score),
+        make_config("grpo", tmp_path, model, data, val_period=0, val_at_start=False),
+    )
     config["reward_model"] = {"model_name": model}
-    with pytest.raises(NonFiniteError, match=r"the reward model gives 1 of 12 answers a score that is not finite\. Nothing was trained"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"the reward model gives 1 of 12 answers a score that is not finite\. Nothing was trained",
+    ):
         run(config, maker)
-    assert all(policy.trained_steps == 0 for policy in maker.policies) and not (tmp_path / "checkpoints" / "step_1").exists()
+    assert (
+        all(policy.trained_steps == 0 for policy in maker.policies)
+        and not (tmp_path / "checkpoints" / "step_1").exists()
+    )
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model: str, pairs: str) -> None:
@@ -141,9 +189,17 @@ def test_a_validation_is_the_mean_over_its_pairs(tmp_path: Path, model: str, pai
     """Whatever its batches are: 4 and 3, or 2, 2, 2 and 1 with rows that only fill."""
     found = []
     for size in (4, 2):
-        config = rm_config(tmp_path / str(size), model, pairs, max_num_steps=1, val_period=1, val_global_batch_size=size)
+        config = rm_config(
+            tmp_path / str(size), model, pairs, max_num_steps=1, val_period=1, val_global_batch_size=size
+        )
         run(config, PolicyMaker())
-        found.append({name: value for name, value in rows(tmp_path / str(size))[0].items() if name.startswith("validation/")})
+        found.append(
+            {
+                name: value
+                for name, value in rows(tmp_path / str(size))[0].items()
+                if name.startswith("validation/")
+            }
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-5) and len(found[0]) == 6
     config = rm_config(tmp_path / "two", model, pairs, max_num_steps=1, val_period=1, val_batches=1)
     run(config, PolicyMaker())
@@ -167,7 +223,9 @@ def test_a_dry_run_says_what_pairs_there_are(tmp_path: Path, model: str, pairs: 
         ({"policy.generation": {"max_new_tokens": 3}}, ConfigError, r"policy\.generation"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, model: str, pairs: str) -> None:
+def test_bad_input(
+    changes: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, model: str, pairs: str
+) -> None:
     config, maker = rm_config(tmp_path, model, pairs), PolicyMaker()
     for path, value in changes.items():
         *parents, name = path.split(".")
@@ -181,7 +239,10 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], said: str, t
 
 
 def test_one_pair_too_long_is_named_and_never_cut(tmp_path: Path, model: str) -> None:
-    lines = [{"ask": "1+1=", "good": "2", "bad": "3"}, {"ask": "1+1=", "good": "2", "bad": "3333333333333333333333"}]
+    lines = [
+        {"ask": "1+1=", "good": "2", "bad": "3"},
+        {"ask": "1+1=", "good": "2", "bad": "3333333333333333333333"},
+    ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     config = rm_config(tmp_path / "run", model, str(path))

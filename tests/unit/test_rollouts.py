@@ -34,7 +34,15 @@ def make_policy(path: Path, **generation: Any) -> ReferencePolicy:
         "train_micro_batch_size": 2,
         "max_total_sequence_length": 12,
         "generation": {"max_new_tokens": 5, **generation},
-        "megatron_cfg": {"optimizer": {"lr": 1e-3, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_eps": 1e-8}},
+        "megatron_cfg": {
+            "optimizer": {
+                "lr": 1e-3,
+                "weight_decay": 0.0,
+                "adam_beta1": 0.9,
+                "adam_beta2": 0.99,
+                "adam_eps": 1e-8,
+            }
+        },
     }
     policy = ReferencePolicy(config, get_tokenizer({"name": config["model_name"]}))
     policy.prepare_for_generation()
@@ -78,7 +86,9 @@ def test_samples_fit_together(policy: ReferencePolicy) -> None:
         assert samples["input_ids"][row, : len(prompt)].tolist() == prompt
         assert samples["prompt_ids"][row, : len(prompt)].tolist() == prompt
         assert int(samples["generation_lengths"][row]) == end - len(prompt) > 0
-        expected_mask = [0.0] * len(prompt) + [1.0] * (end - len(prompt)) + [0.0] * (samples["input_ids"].shape[1] - end)
+        expected_mask = (
+            [0.0] * len(prompt) + [1.0] * (end - len(prompt)) + [0.0] * (samples["input_ids"].shape[1] - end)
+        )
         assert samples["token_mask"][row].tolist() == expected_mask
         answer = samples["input_ids"][row, len(prompt) : end].tolist()
         assert bool(samples["truncated"][row]) == (answer[-1] != policy.tokenizer.eos_token_id)
@@ -86,7 +96,9 @@ def test_samples_fit_together(policy: ReferencePolicy) -> None:
     policy.prepare_for_lp_inference()
     logprobs = policy.get_logprobs(samples)["logprobs"]
     policy.prepare_for_generation()
-    torch.testing.assert_close(logprobs * samples["token_mask"], samples["generation_logprobs"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs * samples["token_mask"], samples["generation_logprobs"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_row_depends_on_its_seed_alone(policy: ReferencePolicy) -> None:
@@ -96,7 +108,10 @@ def test_a_row_depends_on_its_seed_alone(policy: ReferencePolicy) -> None:
     for row in range(2):
         end = int(alone["input_lengths"][row])
         assert together["input_ids"][2 + row, :end].tolist() == alone["input_ids"][row, :end].tolist()
-    assert together["response_text"] != generate_samples(policy, PROMPTS, policy.tokenizer, 2, sampling_seeds(7, 3, 3, 2))["response_text"]
+    assert (
+        together["response_text"]
+        != generate_samples(policy, PROMPTS, policy.tokenizer, 2, sampling_seeds(7, 3, 3, 2))["response_text"]
+    )
 
 
 def test_greedy_answers_agree(policy: ReferencePolicy) -> None:
@@ -148,7 +163,9 @@ def test_sampling_seeds_are_distinct_pinned_and_in_range() -> None:
     seeds = [sampling_seed(*place) for place in itertools.product(range(3), range(12), range(12), range(4))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert sampling_seeds(5, 6, 2, 3) == [sampling_seed(5, 6, prompt, sample) for prompt in range(2) for sample in range(3)]
+    assert sampling_seeds(5, 6, 2, 3) == [
+        sampling_seed(5, 6, prompt, sample) for prompt in range(2) for sample in range(3)
+    ]
     # Another hash would make resumed runs draw other answers.
     assert sampling_seed(1, 2, 3, 4) == 915980125509138081
 

@@ -1,4 +1,5 @@
-"""The rotary embedding by positions: the bits of Megatron-Core's own, forward and backward, and the numbers of complex multiplication."""
+"""The rotary embedding by positions: the bits of Megatron-Core's own, forward and backward, and the numbers
+of complex multiplication."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tests.tiers import ROOT, newest_megatron, slow
 
 def angles_of(positions: int, width: int) -> Tensor:
     """[positions, 1, 1, width] as Megatron's embeddings give them."""
-    half = torch.outer(torch.arange(positions, dtype=torch.float32), 10000.0 ** (-torch.arange(0, width, 2) / width))
+    half = torch.outer(
+        torch.arange(positions, dtype=torch.float32), 10000.0 ** (-torch.arange(0, width, 2) / width)
+    )
     return torch.cat((half, half), dim=-1)[:, None, None]
 
 
@@ -58,7 +61,10 @@ def test_packed_sequences_have_the_bits_of_megatron_s_own(seed: int, dtype: torc
 
     positions = torch.cat([torch.arange(length) for length in lengths])[share.index(starts)]
     by = rotation(angles, positions, dtype, factor)
-    expected, found = through(theirs, tensor, pull), through(lambda given: rotate(given[:, None], by)[:, 0], tensor, pull)
+    expected, found = (
+        through(theirs, tensor, pull),
+        through(lambda given: rotate(given[:, None], by)[:, 0], tensor, pull),
+    )
     for ours, wanted in zip(found, expected, strict=True):
         assert torch.equal(ours, wanted), f"seed {seed}: {(ours - wanted).abs().max()}"
 
@@ -81,11 +87,15 @@ def test_each_pair_is_multiplied_by_a_complex_number() -> None:
     tensor, pull = (torch.randn(4, 2, 3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     positions = torch.tensor([[0, 7], [1, 7], [2, 30], [30, 0]])
     angles = angles_of(31, 6).double()
-    output, gradient = through(lambda given: rotate(given, rotation(angles, positions, torch.float64, 1.0)), tensor, pull)
+    output, gradient = through(
+        lambda given: rotate(given, rotation(angles, positions, torch.float64, 1.0)), tensor, pull
+    )
     turn = torch.polar(torch.ones(31, 3, dtype=torch.float64), angles[:, 0, 0, :3])[positions][:, :, None]
     for found, given, factor in ((output, tensor, turn), (gradient, pull, turn.conj())):
         expected = torch.complex(given[..., :3], given[..., 3:]) * factor
-        torch.testing.assert_close(found, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(
+            found, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-14, atol=1e-14
+        )
 
 
 def test_a_rotation_is_made_once_for_all_layers() -> None:
@@ -97,10 +107,14 @@ def test_a_rotation_is_made_once_for_all_layers() -> None:
 
 
 def errors_of_the_kernel() -> dict[str, float]:
-    """For shapes, strides, dtypes and both directions: the largest difference from the plain operations in float64."""
+    """For shapes, strides, dtypes and both directions: the largest difference from the plain operations in
+    float64."""
     generator, errors = torch.Generator().manual_seed(3), {}
     for dtype, (tokens, rows, heads, width, rotated), of_rows, back in itertools.product(
-        (torch.float32, torch.float16), ((5, 1, 3, 8, 8), (3, 2, 9, 10, 6), (1, 1, 1, 2, 2), (0, 1, 2, 4, 4)), (False, True), (False, True)
+        (torch.float32, torch.float16),
+        ((5, 1, 3, 8, 8), (3, 2, 9, 10, 6), (1, 1, 1, 2, 2), (0, 1, 2, 4, 4)),
+        (False, True),
+        (False, True),
     ):
         # every third element of a larger tensor's heads: no stride is that of a contiguous one
         tensor = torch.randn(tokens, rows, 3 * heads, width, generator=generator).to(dtype)[:, :, ::3]
@@ -116,14 +130,26 @@ def errors_of_the_kernel() -> dict[str, float]:
 
 @newest_megatron
 @slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
+)
 def test_the_kernel_gives_the_same_numbers_in_triton_s_interpreter() -> None:
     command = [sys.executable, "-m", __name__]
-    ran = subprocess.run(command, cwd=ROOT, env={**env.snapshot(), "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**env.snapshot(), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     errors = json.loads(ran.stdout.splitlines()[-1])
     # half a unit in the last place of values up to 8
-    assert len(errors) == 32 and {name: error for name, error in errors.items() if error > (5e-7 if "32" in name else 4e-3)} == {}
+    assert (
+        len(errors) == 32
+        and {name: error for name, error in errors.items() if error > (5e-7 if "32" in name else 4e-3)} == {}
+    )
 
 
 if __name__ == "__main__":
@@ -131,13 +157,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("context", "rows"), [(1, 32), (2, 32), (3, 36), (5, 40)])
-def test_yarns_table_has_equal_parts_for_every_number_of_context_ranks(context: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yarns_table_has_equal_parts_for_every_number_of_context_ranks(
+    context: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
     def table() -> YarnRotaryEmbedding:
-        return YarnRotaryEmbedding(12, scaling_factor=4.0, original_max_position_embeddings=32, use_cpu_initialization=True)
+        return YarnRotaryEmbedding(
+            12, scaling_factor=4.0, original_max_position_embeddings=32, use_cpu_initialization=True
+        )
 
     with _tables_in_equal_parts(context):
         found = table()
     assert len(found.cos_cached) == rows
-    assert torch.equal(found.cos_cached[:32], table().cos_cached) and torch.equal(found.sin_cached[:32], table().sin_cached)
+    assert torch.equal(found.cos_cached[:32], table().cos_cached) and torch.equal(
+        found.sin_cached[:32], table().sin_cached
+    )

@@ -1,4 +1,5 @@
-"""Rows in the forms in which others publish them: tool calls, answers as text, preferences, ends of responses, broken records."""
+"""Rows in the forms in which others publish them: tool calls, answers as text, preferences, ends of
+responses, broken records."""
 
 from __future__ import annotations
 
@@ -21,7 +22,19 @@ from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 TABLES = read_table("rows_of_others.yaml")
 
 ROWS = Path(__file__).parents[1] / "data" / "rows"
-SPEAKING = ["chatml", "qwen3", "qwen3.5", "gpt-oss", "deepseek-v3", "deepseek-r1", "glm-4.5", "gemma3", "phi-3.5", "mistral-v3", "llama3.1"]
+SPEAKING = [
+    "chatml",
+    "qwen3",
+    "qwen3.5",
+    "gpt-oss",
+    "deepseek-v3",
+    "deepseek-r1",
+    "glm-4.5",
+    "gemma3",
+    "phi-3.5",
+    "mistral-v3",
+    "llama3.1",
+]
 
 
 def rows_in(*names: str) -> list[dict[str, Any]]:
@@ -29,7 +42,13 @@ def rows_in(*names: str) -> list[dict[str, Any]]:
 
 
 def load(
-    directory: Path, rows: list[dict[str, Any]], template: str, form: str = "jsonl", pairs: bool = False, data: Any = None, **keys: Any
+    directory: Path,
+    rows: list[dict[str, Any]],
+    template: str,
+    form: str = "jsonl",
+    pairs: bool = False,
+    data: Any = None,
+    **keys: Any,
 ) -> Dataset:
     """The rows as a user has them stored, read as a run reads them."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +62,10 @@ def load(
     tokenizer = tokenizer_of(template)
     config: Any = {"max_input_seq_length": 4000, "cache_dir": str(directory / "cache"), **(data or {})}
     source: Any = {"path": str(path), **keys}
-    return load_dataset(source, Reading(config, tokenizer, True, pairs=pairs, stop_tokens=tuple(stop_ids(template, tokenizer))))
+    return load_dataset(
+        source,
+        Reading(config, tokenizer, True, pairs=pairs, stop_tokens=tuple(stop_ids(template, tokenizer))),
+    )
 
 
 def tokens_of(dataset: Dataset) -> list[tuple[Any, ...]]:
@@ -76,7 +98,9 @@ def test_rows_of_a_table_have_the_tokens_of_the_same_lines(tmp_path: Path, templ
     assert "null" not in str(learned(table, template)) and "None" not in str(learned(table, template))
 
 
-@pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "deepseek-v3", "glm-4.5", "llama3.1", "mistral-v3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "template", ["qwen2.5", "qwen3", "deepseek-v3", "glm-4.5", "llama3.1", "mistral-v3", "gpt-oss"]
+)
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
 def test_arguments_as_json_text_are_those_as_an_object(tmp_path: Path, template: str, form: str) -> None:
     texts = rows_in("tool_arguments_text")
@@ -84,7 +108,10 @@ def test_arguments_as_json_text_are_those_as_an_object(tmp_path: Path, template:
     for row in objects:
         for each in row["messages"][1]["tool_calls"]:
             each["function"]["arguments"] = json.loads(each["function"]["arguments"])
-    found = [load(tmp_path / kind, rows, template, form, messages_key="messages") for kind, rows in (("t", texts), ("o", objects))]
+    found = [
+        load(tmp_path / kind, rows, template, form, messages_key="messages")
+        for kind, rows in (("t", texts), ("o", objects))
+    ]
     assert tokens_of(found[0]) == tokens_of(found[1])
     [[call, said]] = learned(found[0], template)
     assert "weather" in call and "Rome" in call and '\\"' not in call and "20 degrees" in said
@@ -94,7 +121,10 @@ def test_arguments_as_json_text_are_those_as_an_object(tmp_path: Path, template:
 @pytest.mark.parametrize("name", ["text_pair", "more_text_pairs"])
 def test_an_answer_as_text_is_the_row_given_as_messages(tmp_path: Path, template: str, name: str) -> None:
     rows = rows_in(name)
-    turns = [{"m": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]} for row in rows]
+    turns = [
+        {"m": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]}
+        for row in rows
+    ]
     texts = load(tmp_path / "t", rows, template, prompt_key="prompt", answer_key="answer")
     messages = load(tmp_path / "m", turns, template, messages_key="m")
     assert tokens_of(texts) == tokens_of(messages)
@@ -118,9 +148,22 @@ def test_preferred_texts_are_the_rows_given_as_messages(tmp_path: Path, template
 def test_whole_conversations_beside_their_prompt(tmp_path: Path) -> None:
     """As sets of preferences store them: the prompt is in its column, and again in both conversations."""
     rows = rows_in("preference_with_prompt_and_whole_conversations", "more_preferences")
-    keys: dict[str, Any] = {"pairs": True, "prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
+    keys: dict[str, Any] = {
+        "pairs": True,
+        "prompt_key": "prompt",
+        "chosen_key": "chosen",
+        "rejected_key": "rejected",
+    }
     assert learned(load(tmp_path, rows, "qwen2.5", **keys), "qwen2.5") == [
-        [each] for each in ("Hi!<|im_end|>", "No.<|im_end|>", "5<|im_end|>", "6<|im_end|>", "Also.<|im_end|>", "Never.<|im_end|>")
+        [each]
+        for each in (
+            "Hi!<|im_end|>",
+            "No.<|im_end|>",
+            "5<|im_end|>",
+            "6<|im_end|>",
+            "Also.<|im_end|>",
+            "Never.<|im_end|>",
+        )
     ]
 
 
@@ -132,7 +175,9 @@ def test_plain_turns_are_learned_by_every_template(tmp_path: Path, template: str
     for row, spans in zip(rows, found, strict=True):
         spoken = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
-        assert len(spans) == len(spoken) and all(text in span for text, span in zip(spoken, spans, strict=True))
+        assert len(spans) == len(spoken) and all(
+            text in span for text, span in zip(spoken, spans, strict=True)
+        )
         assert not [text for text in asked for span in spans if text in span]
 
 
@@ -142,8 +187,13 @@ def test_earlier_turns_of_glm_end_by_the_mark_of_the_next_role(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("template", ["deepseek-r1", "nemotron"])
-def test_reasoning_that_a_template_leaves_out_of_the_last_turn_is_refused(tmp_path: Path, template: str) -> None:
-    with pytest.raises(DataError, match=r"line 1: turn 2 of 2, the assistant's, reasons 'add', and the template leaves it out"):
+def test_reasoning_that_a_template_leaves_out_of_the_last_turn_is_refused(
+    tmp_path: Path, template: str
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"line 1: turn 2 of 2, the assistant's, reasons 'add', and the template leaves it out",
+    ):
         load(tmp_path, rows_in("one_turn_r1"), template, messages_key="messages")
 
 
@@ -187,7 +237,9 @@ def test_bad_records_are_left_out_counted_and_named(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("data", [{}, {"on_bad_record": "refuse"}], ids=["absent", "refuse"])
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
-def test_a_bad_record_is_refused_where_that_is_not_asked_for(tmp_path: Path, data: dict[str, str], place: int) -> None:
+def test_a_bad_record_is_refused_where_that_is_not_asked_for(
+    tmp_path: Path, data: dict[str, str], place: int
+) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl line 2.*Fix: "):
         load(tmp_path, [BROKEN[0], BROKEN[place]], "chatml", messages_key="messages", data=data)
 
@@ -209,11 +261,19 @@ def test_bad_pairs_are_left_out_whole(tmp_path: Path) -> None:
     assert len(dataset) == 2 and [each.answer for each in dataset.examples] == ["1", "2", "2", "1"]
 
 
-def test_what_is_left_out_does_not_depend_on_what_is_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_does_not_depend_on_what_is_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for chunk in (1, 2, 1000):
         monkeypatch.setattr("megarl.data.datasets._CHUNK", chunk)
-        dataset = load(tmp_path / str(chunk), BROKEN * 3, "chatml", messages_key="messages", data={"on_bad_record": "skip"})
+        dataset = load(
+            tmp_path / str(chunk),
+            BROKEN * 3,
+            "chatml",
+            messages_key="messages",
+            data={"on_bad_record": "skip"},
+        )
         found.append((tokens_of(dataset), dataset.fingerprint))
     assert found[0] == found[1] == found[2] and len(found[0][0]) == 6
 
@@ -227,7 +287,9 @@ def test_an_exported_model_keeps_its_generation_configuration(tmp_path: Path) ->
     assert {name: found[name] for name in own} == own
 
 
-def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_that_no_file_names(tmp_path: Path) -> None:
+def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_that_no_file_names(
+    tmp_path: Path,
+) -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.eos_token = "<|endoftext|>"
     text, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
@@ -243,23 +305,36 @@ def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_tha
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
 def test_a_prompt_may_hold_tool_calls_without_text(tmp_path: Path, form: str) -> None:
     """The history of an agent, to which a response is sampled."""
-    rows = [{"p": row["messages"][:-1], "a": row["messages"][-1]["content"]} for row in rows_in("two_tool_calls", "more_tool_calls")]
+    rows = [
+        {"p": row["messages"][:-1], "a": row["messages"][-1]["content"]}
+        for row in rows_in("two_tool_calls", "more_tool_calls")
+    ]
     rows[0]["p"][1]["content"] = None
     dataset = load(tmp_path, rows, "qwen2.5", form, prompt_key="p", answer_key="a")
     texts = [tokenizer_of("qwen2.5").decode(each.prompt_ids) for each in dataset.examples]
-    assert '"arguments": {"zone": "UTC", "hours": 24}}' in texts[0] and '"arguments": {"value": 5, "unit"' in texts[1]
-    assert all(text.endswith("<|im_start|>assistant\n") and "null" not in text and "None" not in text for text in texts)
+    assert (
+        '"arguments": {"zone": "UTC", "hours": 24}}' in texts[0]
+        and '"arguments": {"value": 5, "unit"' in texts[1]
+    )
+    assert all(
+        text.endswith("<|im_start|>assistant\n") and "null" not in text and "None" not in text
+        for text in texts
+    )
     # the answer alone is learned
     assert learned(dataset, "qwen2.5") == [[f"{row['a']}<|im_end|>"] for row in rows]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
 def test_tests_of_programs_are_answers_as_they_are_stored(tmp_path: Path, form: str) -> None:
-    """MBPP stores statements in a list, APPS inputs and outputs in an object, LiveCodeBench a list of objects."""
+    """MBPP stores statements in a list, APPS inputs and outputs in an object, LiveCodeBench a list of
+    objects."""
     mbpp = rows_in("mbpp_like")
     pairs = [{"text": "Add.", "tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}]
     cases = [{"text": "Add.", "tests": [{"input": "1 2\n", "output": "3\n"}]}]
-    program = "```python\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
+    program = (
+        "```python\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    "
+        "print(sum(map(int, input().split())))\n```"
+    )
     for place, (rows, key) in enumerate([(mbpp, "test_list"), (pairs, "tests"), (cases, "tests")]):
         dataset = load(tmp_path / str(place), rows, "chatml", form, prompt_key="text", answer_key=key)
         assert fault_of_tests(dataset.examples[0].answer) is None
@@ -275,7 +350,9 @@ def test_a_list_of_answers_is_not_taken_for_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", rows_in("math_second_thought", "math_small_numbers", "math_spelling", "math_words_after_number"), ids=lambda row: row["response"]
+    "row",
+    rows_in("math_second_thought", "math_small_numbers", "math_spelling", "math_words_after_number"),
+    ids=lambda row: row["response"],
 )
 def test_answers_of_mathematics_are_scored_as_people_would(row: dict[str, Any]) -> None:
     assert get_reward(RewardSpec("math")).judge(Task(row["response"], row["answer"])) == row["right"]
@@ -284,28 +361,42 @@ def test_answers_of_mathematics_are_scored_as_people_would(row: dict[str, Any]) 
 LIMITS = Limits(seconds=60.0, isolated=False)
 
 
-@pytest.mark.parametrize("row", rows_in("code_then_output_block", "more_code_blocks"), ids=lambda row: row["response"])
+@pytest.mark.parametrize(
+    "row", rows_in("code_then_output_block", "more_code_blocks"), ids=lambda row: row["response"]
+)
 def test_the_block_that_is_a_program_is_run(row: dict[str, Any]) -> None:
     assert judge(row["response"], row["answer"], LIMITS) == row["right"]
 
 
-@pytest.mark.parametrize("row", rows_in("code_tests_metadata_text", "more_code_tests"), ids=lambda row: row["prompt"])
+@pytest.mark.parametrize(
+    "row", rows_in("code_tests_metadata_text", "more_code_tests"), ids=lambda row: row["prompt"]
+)
 def test_tests_whose_metadata_are_text_are_run(row: dict[str, Any]) -> None:
     reverses = "```python\ndef f(text):\n    return text[::-1]\n```"
     assert fault_of_tests(row["answer"]) is None
     assert judge(row.get("response", reverses), row["answer"], LIMITS) == 1.0
-    assert judge("```python\ndef f(*_):\n    return None\ndouble = join = f\n```", row["answer"], LIMITS) == 0.0
+    assert (
+        judge("```python\ndef f(*_):\n    return None\ndouble = join = f\n```", row["answer"], LIMITS) == 0.0
+    )
 
 
-@pytest.mark.parametrize("row", rows_in("think_prefilled", "more_think_prefilled"), ids=lambda row: row["response"])
+@pytest.mark.parametrize(
+    "row", rows_in("think_prefilled", "more_think_prefilled"), ids=lambda row: row["response"]
+)
 def test_the_form_of_a_response_to_a_prompt_that_opened_the_thoughts(row: dict[str, Any]) -> None:
     reward = get_reward(RewardSpec("format"))
-    assert reward.judge(Task(row["response"], "4", prompt="<|im_start|>assistant\n<think>\n")) == row["right_format"]
+    assert (
+        reward.judge(Task(row["response"], "4", prompt="<|im_start|>assistant\n<think>\n"))
+        == row["right_format"]
+    )
     assert reward.judge(Task(row["response"], "4", prompt="<|im_start|>assistant\n")) == 0.0
 
 
 def test_a_resumed_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
-    nine, sixteen = (load(tmp_path / name, rows_in(name), "chatml", messages_key="messages") for name in ("nine_rows", "sixteen_other"))
+    nine, sixteen = (
+        load(tmp_path / name, rows_in(name), "chatml", messages_key="messages")
+        for name in ("nine_rows", "sixteen_other")
+    )
     sampler = ResumableSampler(len(nine), 1, True, nine.fingerprint)
     sampler.take(4)
     again = ResumableSampler(len(nine), 1, True, nine.fingerprint)
@@ -339,7 +430,8 @@ def test_turns_of_weight_0_are_not_learned(tmp_path: Path, template: str, form: 
     """OpenAI's form. The tokens of the conversation are the same, and so is what the other turns teach."""
     keys = {"messages_key": "messages"}
     whole, all_of_weight_1 = (
-        load(tmp_path / name, weighed(*each), template, form, **keys) for name, each in (("w", (..., ...)), ("1", (1, 1.0)))
+        load(tmp_path / name, weighed(*each), template, form, **keys)
+        for name, each in (("w", (..., ...)), ("1", (1, 1.0)))
     )
     assert tokens_of(all_of_weight_1) == tokens_of(whole)
     [first, last] = learned(whole, template)[0]
@@ -351,14 +443,20 @@ def test_turns_of_weight_0_are_not_learned(tmp_path: Path, template: str, form: 
         assert [*example.prompt_ids, *example.answer_ids] == [*expected.prompt_ids, *expected.answer_ids]
 
 
-@pytest.mark.parametrize(("weights", "said"), [((0, 0), "nothing is learned"), ((0.5, 1), r"weight = 0\.5"), (("1", 1), "weight = '1'")])
-def test_weights_that_are_neither_0_nor_1_are_refused(tmp_path: Path, weights: tuple[Any, ...], said: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [((0, 0), "nothing is learned"), ((0.5, 1), r"weight = 0\.5"), (("1", 1), "weight = '1'")],
+)
+def test_weights_that_are_neither_0_nor_1_are_refused(
+    tmp_path: Path, weights: tuple[Any, ...], said: str
+) -> None:
     with pytest.raises(DataError, match=said):
         load(tmp_path, weighed(*weights), "qwen3", messages_key="messages")
 
 
 def test_weights_are_no_difference_of_preferred_answers(tmp_path: Path) -> None:
-    """DPO learns the last turns alone; what only SFT reads of the turns before them tells no prompts apart."""
+    """DPO learns the last turns alone; what only SFT reads of the turns before them tells no prompts
+    apart."""
     [row] = weighed(0, ...)
     pair = {"chosen": row["messages"], "rejected": [*TALK[:3], {"role": "assistant", "content": "Four."}]}
     found = load(tmp_path, [pair], "qwen3", pairs=True, chosen_key="chosen", rejected_key="rejected")

@@ -1,4 +1,5 @@
-"""Whose a run's directory is: names of recipes, another recipe in it, and what recipes need of an installation."""
+"""Whose a run's directory is: names of recipes, another recipe in it, and what recipes need of an
+installation."""
 
 from __future__ import annotations
 
@@ -49,7 +50,14 @@ def test_a_quickstart_has_a_directory_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("my.v2.yaml", "my.v2"), ("my.1.5.yml", "my.1.5"), ("plain", "plain"), ("a/b/c.yaml", "c"), ("x.conf.3", "x.conf.3")]
+    ("file", "name"),
+    [
+        ("my.v2.yaml", "my.v2"),
+        ("my.1.5.yml", "my.1.5"),
+        ("plain", "plain"),
+        ("a/b/c.yaml", "c"),
+        ("x.conf.3", "x.conf.3"),
+    ],
 )
 def test_the_name_of_a_file_of_ones_own(tmp_path: Path, file: str, name: str) -> None:
     assert name_of(tmp_path / file) == name
@@ -69,7 +77,10 @@ def left_by_a_run(run_dir: Path, recipe: str | None, *, rows: int = 1) -> None:
 
 
 def of_recipe(recipe: str, run_dir: Path, accepts: bool = False) -> dict[str, Any]:
-    return {"recipe": recipe, "checkpointing": {"accept_changes": accepts, "checkpoint_dir": str(run_dir / "checkpoints")}}
+    return {
+        "recipe": recipe,
+        "checkpointing": {"accept_changes": accepts, "checkpoint_dir": str(run_dir / "checkpoints")},
+    }
 
 
 def test_a_directory_refuses_another_recipe(tmp_path: Path) -> None:
@@ -77,7 +88,10 @@ def test_a_directory_refuses_another_recipe(tmp_path: Path) -> None:
     left_by_a_run(run_dir, "one")
     require_same_recipe(of_recipe("one", run_dir), run_dir)
     require_same_recipe(of_recipe("two", run_dir, accepts=True), run_dir)
-    with pytest.raises(ConfigError, match=r"recipe = 'two': .*one holds a run of the recipe 'one'.*Fix: give run_dir=runs/two"):
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe = 'two': .*one holds a run of the recipe 'one'.*Fix: give run_dir=runs/two",
+    ):
         require_same_recipe(of_recipe("two", run_dir), run_dir)
 
 
@@ -100,7 +114,9 @@ def test_a_resume_with_another_recipe_breaks_a_promise() -> None:
     before = {"recipe": "one", "policy": {"dtensor_cfg": {"enabled": True}}}
     with pytest.raises(ConfigError, match=r"recipe = 'two'"):
         check_changes(before, {**before, "recipe": "two"}, "checkpoints/step_1", accepted=False)
-    assert check_changes(before, {**before, "recipe": "two"}, "checkpoints/step_1", accepted=True) == {"recipe": ("one", "two")}
+    assert check_changes(before, {**before, "recipe": "two"}, "checkpoints/step_1", accepted=True) == {
+        "recipe": ("one", "two")
+    }
 
 
 def test_a_configuration_that_a_run_left_keeps_the_recipe(tmp_path: Path) -> None:
@@ -146,7 +162,9 @@ def test_a_resumed_run_keeps_the_day_of_its_first_start(tmp_path: Path) -> None:
     over = {**config, "checkpointing": {**config["checkpointing"], "resume": "never"}}
     keep_template_date(over, kept_configs(over, tmp_path))
     assert config["policy"]["tokenizer"] == {"name": "m"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"policy": {"tokenizer": {"template_date": "2026-01-01"}}}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"policy": {"tokenizer": {"template_date": "2026-01-01"}}})
+    )
     keep_template_date(config, kept_configs(config, tmp_path))
     assert config["policy"]["tokenizer"]["template_date"] == "2026-01-01"
     config["policy"]["tokenizer"]["template_date"] = "2026-05-06"
@@ -158,7 +176,8 @@ def test_a_resumed_run_keeps_the_day_of_its_first_start(tmp_path: Path) -> None:
 
 
 def distributions_needed(config: dict[str, Any]) -> Iterator[str]:
-    """Names of the distributions that a configuration needs: its sinks, its engine, its rewards and its plots."""
+    """Names of the distributions that a configuration needs: its sinks, its engine, its rewards and its
+    plots."""
     yield "matplotlib"
     logger = config["logger"]
     yield from ("tensorboard" for _ in range(bool(logger.get("tensorboard_enabled"))))
@@ -172,7 +191,10 @@ def distributions_needed(config: dict[str, Any]) -> Iterator[str]:
 def installed_by(extras: str) -> set[str]:
     """Names of the distributions of megarl with extras, as ``plot,vllm``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(each for extra in extras.split(",") for each in project["optional-dependencies"][extra])]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in extras.split(",") for each in project["optional-dependencies"][extra]),
+    ]
     return {Requirement(each).name for each in wanted}
 
 
@@ -184,7 +206,9 @@ def extras_in(file: str, pattern: str) -> str:
 def test_every_recipe_finds_what_it_needs_in_the_environment_that_its_instructions_make() -> None:
     by_hand = extras_in("README.md", r"pip install -c constraints-cpu.txt -e '\.\[([a-z,]+)\]'")
     script = extras_in("launch/environment.sh", r"extras=(plot[a-z,]*) ")
-    gpus = ",".join(re.findall(r"extras\+?=,?([a-z]+)$", (ROOT / "launch/gpu_environment.sh").read_text(), re.MULTILINE))
+    gpus = ",".join(
+        re.findall(r"extras\+?=,?([a-z]+)$", (ROOT / "launch/gpu_environment.sh").read_text(), re.MULTILINE)
+    )
     assert "vllm" in gpus
     for name in RECIPES:
         config = load_and_check(name, [])

@@ -1,4 +1,5 @@
-"""Who does not have the secret of a run meets none of its processes: neither side takes the other for what it is not."""
+"""Who does not have the secret of a run meets none of its processes: neither side takes the other for what it
+is not."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_a_proof_is_an_hmac_of_what_is_proven(secret: str, purpose: str, parts: 
 
 def test_parts_purposes_and_secrets_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OURS)
-    made = [proof("a", "bc"), proof("ab", "c"), proof("a", "b", "c"), proof("a", "bc", ""), proof("a", "bc", secret=THEIRS)]
+    made = [
+        proof("a", "bc"),
+        proof("ab", "c"),
+        proof("a", "b", "c"),
+        proof("a", "bc", ""),
+        proof("a", "bc", secret=THEIRS),
+    ]
     assert len(set(made)) == len(made)
     assert proves(made[0], "a", "bc") and proves(made[0], "a", "bc", secret=OURS)
     for wrong in (None, 5, b"", "", made[1], made[0].upper(), made[0] + "0", "ü"):
@@ -70,7 +77,8 @@ def join(port: int, secret: str, out: Connection) -> None:
 
 
 def meet(secret: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, list[Any]]:
-    """What the policy and an engine with ``secret`` make of one another, and what the policy heard and said on its connection."""
+    """What the policy and an engine with ``secret`` make of one another, and what the policy heard and said
+    on its connection."""
     port, words = free_port(HOST), list[Any]()
     hear, say = Line.hear, Line.say
 
@@ -114,7 +122,9 @@ def test_both_of_one_run_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_of_another_run_is_refused(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ours)
     policy, engine, _ = meet(theirs, monkeypatch)
-    assert "does not prove to belong to this run" in policy and "does not prove to belong to this run" in engine
+    assert (
+        "does not prove to belong to this run" in policy and "does not prove to belong to this run" in engine
+    )
 
 
 def test_a_policy_of_another_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +139,9 @@ def test_a_policy_that_repeats_what_another_one_said_is_refused(monkeypatch: pyt
     monkeypatch.setenv(VARIABLE, OURS)
     _, _, (asked, _, verdict) = meet(OURS, monkeypatch)
     with listening_socket(HOST, 0) as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(Rendezvous(HOST, server.getsockname()[1], keeps=False, seconds=20.0).introduce, OWN, 1, 0, 7)
+        joining = pool.submit(
+            Rendezvous(HOST, server.getsockname()[1], keeps=False, seconds=20.0).introduce, OWN, 1, 0, 7
+        )
         line = Line(server.accept()[0])
         line.say(asked)
         line.hear(SECONDS)
@@ -141,7 +153,9 @@ def test_a_policy_that_repeats_what_another_one_said_is_refused(monkeypatch: pyt
 
 @sampled(1)
 @pytest.mark.parametrize("change", ["replayed", "no proof", "other rank"])
-def test_who_has_listened_at_another_meeting_learned_nothing(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_listened_at_another_meeting_learned_nothing(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, OURS)
     _, _, (asked, said, _) = meet(OURS, monkeypatch)
     forged = {

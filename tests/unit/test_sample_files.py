@@ -1,4 +1,5 @@
-"""Samples on disk: what a run leaves of its answers, and that whatever happens to the disk does not happen to the run."""
+"""Samples on disk: what a run leaves of its answers, and that whatever happens to the disk does not happen to
+the run."""
 
 from __future__ import annotations
 
@@ -77,46 +78,93 @@ def test_a_run_leaves_the_samples_that_its_metrics_are_of(tmp_path: Path, model:
     logged = {row["step"]: row for row in rows(tmp_path)}
     for step, path in list_samples(tmp_path / "samples", "train"):
         found, row = read_samples(path), logged[step]
-        assert [(each["group"], each["generation"]) for each in found] == [divmod(place, 3) for place in range(12)]
+        assert [(each["group"], each["generation"]) for each in found] == [
+            divmod(place, 3) for place in range(12)
+        ]
         assert all(each["record"] == found[place - place % 3]["record"] for place, each in enumerate(found))
-        assert all(each["step"] == step and each["weight_version"] == step - 1 and each["set"] is None for each in found)
+        assert all(
+            each["step"] == step and each["weight_version"] == step - 1 and each["set"] is None
+            for each in found
+        )
         assert np.mean([each["reward"] for each in found]) == pytest.approx(row["train/reward"])
-        assert all(each["reward"] == pytest.approx(each["rewards"]["even"] + 0.5 * each["rewards"]["small"]) for each in found)
-        assert np.mean([each["rewards"]["small"] for each in found]) == pytest.approx(row["train/reward/small"])
+        assert all(
+            each["reward"] == pytest.approx(each["rewards"]["even"] + 0.5 * each["rewards"]["small"])
+            for each in found
+        )
+        assert np.mean([each["rewards"]["small"] for each in found]) == pytest.approx(
+            row["train/reward/small"]
+        )
         assert np.mean([each["accuracy"] for each in found]) == pytest.approx(row["train/accuracy"])
         assert np.mean([each["length"] for each in found]) == pytest.approx(row["train/generation_length"])
         assert np.mean([each["truncated"] for each in found]) == pytest.approx(row["train/truncated"])
         advantages = [each["advantage"] for each in found]
-        assert (min(advantages), max(advantages)) == pytest.approx((row["train/advantages_min"], row["train/advantages_max"]))
+        assert (min(advantages), max(advantages)) == pytest.approx(
+            (row["train/advantages_min"], row["train/advantages_max"])
+        )
         tokens = np.array([each["length"] for each in found])
-        assert np.average([each["mismatch"] for each in found], weights=tokens) == pytest.approx(row["train/mismatch_mean"])
-        assert all(each["source"] == f"data file {data}" and each["env"] is None and each["masked"] is False for each in found)
-    assert all(row["train/reward_std"] > 0 for row in logged.values() if row["step"]), "something is to be told apart"
+        assert np.average([each["mismatch"] for each in found], weights=tokens) == pytest.approx(
+            row["train/mismatch_mean"]
+        )
+        assert all(
+            each["source"] == f"data file {data}" and each["env"] is None and each["masked"] is False
+            for each in found
+        )
+    assert all(row["train/reward_std"] > 0 for row in logged.values() if row["step"]), (
+        "something is to be told apart"
+    )
     for step, path in list_samples(tmp_path / "samples", "validation"):
         found = read_samples(path)
-        assert [each["record"] for each in found] == list(range(len(found))) == [each["group"] for each in found]
-        assert np.mean([each["accuracy"] for each in found]) == pytest.approx(logged[step]["validation/accuracy"])
+        assert (
+            [each["record"] for each in found] == list(range(len(found))) == [each["group"] for each in found]
+        )
+        assert np.mean([each["accuracy"] for each in found]) == pytest.approx(
+            logged[step]["validation/accuracy"]
+        )
         assert len(found) == logged[step]["validation/samples"]
-        assert {each["weight_version"] for each in found} == {step} and {each["advantage"] for each in found} == {None}
+        assert {each["weight_version"] for each in found} == {step} and {
+            each["advantage"] for each in found
+        } == {None}
     given = [json.loads(line) for line in Path(data).read_text().splitlines()]
     for each, record in zip(found, given, strict=True):
         assert record["prompt"] in each["prompt"] and each["reference"] == record["answer"]
 
 
 def test_a_run_is_the_same_with_samples_and_without(tmp_path: Path, model: str, data: str) -> None:
-    for name, section in (("with", {"num_train_samples": None, "token_ids": True}), ("without", {"enabled": False})):
-        run({**make_config("grpo", tmp_path / name, model, data), "logger": {"samples": section}}, PolicyMaker())
+    for name, section in (
+        ("with", {"num_train_samples": None, "token_ids": True}),
+        ("without", {"enabled": False}),
+    ):
+        run(
+            {**make_config("grpo", tmp_path / name, model, data), "logger": {"samples": section}},
+            PolicyMaker(),
+        )
     assert (tmp_path / "with" / "samples").is_dir() and not (tmp_path / "without" / "samples").exists()
     assert comparable(tmp_path / "with") == comparable(tmp_path / "without")
     weights = [final_weights(tmp_path / name) for name in ("with", "without")]
-    assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert weights[0].keys() == weights[1].keys() and all(
+        torch.equal(weights[0][name], weights[1][name]) for name in weights[0]
+    )
 
 
 def test_the_keys_bound_what_is_written(tmp_path: Path, model: str, data: str) -> None:
-    section = {"num_train_samples": 5, "num_validation_samples": 2, "period": 3, "max_characters": 2, "max_files": 2, "token_ids": True}
+    section = {
+        "num_train_samples": 5,
+        "num_validation_samples": 2,
+        "period": 3,
+        "max_characters": 2,
+        "max_files": 2,
+        "token_ids": True,
+    }
     run({**make_config("grpo", tmp_path, model, data), "logger": {"samples": section}}, PolicyMaker())
-    assert sorted(content(tmp_path)) == ["train_step_1.jsonl", "train_step_3.jsonl", "validation_step_0.jsonl", "validation_step_4.jsonl"]
-    train, validation = (read_samples(tmp_path / "samples" / f"{name}.jsonl") for name in ("train_step_3", "validation_step_4"))
+    assert sorted(content(tmp_path)) == [
+        "train_step_1.jsonl",
+        "train_step_3.jsonl",
+        "validation_step_0.jsonl",
+        "validation_step_4.jsonl",
+    ]
+    train, validation = (
+        read_samples(tmp_path / "samples" / f"{name}.jsonl") for name in ("train_step_3", "validation_step_4")
+    )
     assert (len(train), len(validation)) == (5, 2)
     for each in (*train, *validation):
         assert "characters left out" in each["prompt"]
@@ -140,14 +188,18 @@ def test_a_resumed_run_overwrites_what_it_repeats(tmp_path: Path, model: str, da
         seen[call] = sorted(content(tmp_path / "cut")) if (tmp_path / "cut" / "samples").is_dir() else []
 
     with pytest.raises(Crash):
-        run(config, PolicyMaker(2))  # in the third step, whose samples are kept before anything is trained on them
+        run(
+            config, PolicyMaker(2)
+        )  # in the third step, whose samples are kept before anything is trained on them
     assert "train_step_3.jsonl" in content(tmp_path / "cut")
     for name in ("train_step_3.jsonl", "validation_step_4.jsonl"):
         (tmp_path / "cut" / "samples" / name).write_text("of before")
     (tmp_path / "cut" / "samples" / ".train_step_3.jsonl.1.tmp").write_text("half")
     with pytest.raises(Crash):
         run(config, PolicyMaker(0, look))
-    assert "validation_step_4.jsonl" not in seen[1] and "train_step_2.jsonl" in seen[1], "those of later steps are of another run"
+    assert "validation_step_4.jsonl" not in seen[1] and "train_step_2.jsonl" in seen[1], (
+        "those of later steps are of another run"
+    )
     run(config, PolicyMaker())
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
 
@@ -158,10 +210,16 @@ def test_a_run_that_starts_over_keeps_the_old_samples_beside(tmp_path: Path, mod
     run(config, PolicyMaker())
     before = content(tmp_path)
     run(config, PolicyMaker())
-    assert {path.name: path.read_bytes() for path in (tmp_path / "samples.before-1").iterdir()} == before == content(tmp_path)
+    assert (
+        {path.name: path.read_bytes() for path in (tmp_path / "samples.before-1").iterdir()}
+        == before
+        == content(tmp_path)
+    )
 
 
-def test_samples_are_on_disk_before_a_checkpoint_is(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_on_disk_before_a_checkpoint_is(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that takes nothing until somebody waits for it: only a flush brings files there."""
     flushing, whole_file, flush = threading.Event(), sample_files.whole_file, SampleFiles.flush
     seen: dict[int, set[str]] = {}
@@ -178,8 +236,19 @@ def test_samples_are_on_disk_before_a_checkpoint_is(tmp_path: Path, model: str, 
     monkeypatch.setattr(sample_files, "whole_file", late)
     monkeypatch.setattr(SampleFiles, "flush", flush_and_close_again)
     config = make_config("grpo", tmp_path, model, data, val_at_start=False)
-    run(config, PolicyMaker(at_call=lambda call: seen.setdefault(call, {path.name for path in tmp_path.glob("samples/*.jsonl")})))
-    assert seen[2] == set() and seen[3] == {"train_step_1.jsonl", "train_step_2.jsonl", "validation_step_2.jsonl"}
+    run(
+        config,
+        PolicyMaker(
+            at_call=lambda call: seen.setdefault(
+                call, {path.name for path in tmp_path.glob("samples/*.jsonl")}
+            )
+        ),
+    )
+    assert seen[2] == set() and seen[3] == {
+        "train_step_1.jsonl",
+        "train_step_2.jsonl",
+        "validation_step_2.jsonl",
+    }
     assert len(content(tmp_path)) == STEPS + 2, "the rest is written when the run ends"
 
 
@@ -200,7 +269,12 @@ def test_what_is_not_the_model_s_stays_out(tmp_path: Path, model: str, data: str
 
 @pytest.mark.parametrize("fault", ["full", "gone"])
 def test_a_run_goes_on_without_a_disk_and_says_so_once(
-    fault: str, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str,
+    tmp_path: Path,
+    model: str,
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fsync = os.fsync
 
@@ -223,7 +297,9 @@ def test_a_run_goes_on_without_a_disk_and_says_so_once(
     assert fault == "gone" or list((tmp_path / "samples").iterdir()) == [], "no half of a file stays"
 
 
-def test_a_disk_that_hangs_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_hangs_stalls_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     answers, whole_file = threading.Event(), sample_files.whole_file
 
     def hang(path: Path, **options: bool) -> Any:
@@ -280,42 +356,62 @@ def test_the_oldest_file_and_the_newest_ones_stay(tmp_path: Path) -> None:
 
 
 def test_files_of_other_names_are_nobody_s(tmp_path: Path) -> None:
-    for name in ("train_step_3.jsonl", "train_step_x.jsonl", "train_step_4.jsonl.gz", "notes.txt", "validation_step_3.jsonl"):
+    for name in (
+        "train_step_3.jsonl",
+        "train_step_x.jsonl",
+        "train_step_4.jsonl.gz",
+        "notes.txt",
+        "validation_step_3.jsonl",
+    ):
         (tmp_path / name).write_text("")
     assert list_samples(tmp_path, "train") == [(3, tmp_path / "train_step_3.jsonl")]
     SampleFiles(tmp_path).truncate_after(2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "train_step_4.jsonl.gz", "train_step_x.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "train_step_4.jsonl.gz",
+        "train_step_x.jsonl",
+    ]
     assert list_samples(tmp_path / "nowhere", "train") == []
 
 
 # what is in them
 
 
-HOSTILE = "a\x1b[31mred\x9b2J\x00\r\n\ttab </script><img onerror=alert(1)> \u202eevil \u2028 \ud800 ü漢😀 \\x1b \x7f \x85"
+HOSTILE = (
+    "a\x1b[31mred\x9b2J\x00\r\n\ttab </script><img onerror=alert(1)> \u202eevil \u2028 \ud800 ü漢😀 "
+    "\\x1b \x7f \x85"
+)
 
 
 def test_any_text_comes_back_as_it_was_and_no_terminal_obeys_it(tmp_path: Path) -> None:
     with SampleFiles(tmp_path / "samples") as files:
         files.write("train", 1, [{"prompt": HOSTILE, "answer": HOSTILE[::-1]}, {"prompt": "", "answer": ""}])
     [raw] = content(tmp_path).values()
-    assert [(row["prompt"], row["answer"]) for row in read_samples(tmp_path / "samples/train_step_1.jsonl")] == [
+    assert [
+        (row["prompt"], row["answer"]) for row in read_samples(tmp_path / "samples/train_step_1.jsonl")
+    ] == [
         (HOSTILE, HOSTILE[::-1]),
         ("", ""),
     ]
     text = raw.decode()
-    assert not any(character in text for character in "\x1b\x9b\x00\r\t\x7f\x85\u202e\u2028") and "ü漢😀" in text
+    assert (
+        not any(character in text for character in "\x1b\x9b\x00\r\t\x7f\x85\u202e\u2028") and "ü漢😀" in text
+    )
     assert raw.count(b"\n") == 2 and not any(b"\n" in line for line in raw.split(b"\n"))
 
 
 def test_lines_that_are_no_samples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = json.dumps({"prompt": "p", "answer": "a", "reward": math.nan})
-    (tmp_path / "f").write_text(f'{good}\nnonsense\n[1]\n{{"prompt": 3, "answer": "a"}}\n\n{"[" * 100_000}\n{good}')
+    (tmp_path / "f").write_text(
+        f'{good}\nnonsense\n[1]\n{{"prompt": 3, "answer": "a"}}\n\n{"[" * 100_000}\n{good}'
+    )
     assert read_samples(tmp_path / "f") == [{"prompt": "p", "answer": "a", "reward": None}] * 2
     assert "4 lines are no samples" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "cut"), [("abcdef", 6, "abcdef"), ("abcdefg", 4, "ab\n[... 3 characters left out ...]\nfg"), ("", 1, "")]
+    ("text", "limit", "cut"),
+    [("abcdef", 6, "abcdef"), ("abcdefg", 4, "ab\n[... 3 characters left out ...]\nfg"), ("", 1, "")],
 )
 def test_a_long_text_loses_its_middle(text: str, limit: int, cut: str) -> None:
     assert shorten(text, limit) == cut
@@ -332,7 +428,10 @@ class Words:
 
 def rollouts_of(prompts: int, generations: int, first: int = 0) -> Rollouts:
     """Samples with everything that can be odd: no tokens, masked ones, numbers that are none."""
-    records = [Example(first + place, (7, 8, place), (), f"reference {place}", env_name="math") for place in range(prompts)]
+    records = [
+        Example(first + place, (7, 8, place), (), f"reference {place}", env_name="math")
+        for place in range(prompts)
+    ]
     count = prompts * generations
     mask = torch.zeros(count, 6)
     mask[:, 3:5] = 1.0
@@ -402,13 +501,21 @@ def test_what_is_not_known_is_null_and_numbers_are_those_of_the_batch(tmp_path: 
     }
     assert second["mismatch"] == "inf" and second["generation"] == 1 and second["accuracy"] == 1.0
     assert (third["record"], third["source"], third["prompt"], third["group"]) == (4, "two", "w7 w8 w1", 1)
-    assert (third["masked"], last["masked"], last["length"], last["mismatch"], last["rewards"]) == (True, True, 0, None, {"right": None})
+    assert (third["masked"], last["masked"], last["length"], last["mismatch"], last["rewards"]) == (
+        True,
+        True,
+        0,
+        None,
+        {"right": None},
+    )
     assert last["answer_ids"] == []
     assert (third["reward"], third["accuracy"]) == (None, None)
     assert (last["reward"], last["accuracy"]) == (0.1, 1.0), "no answer, but scored"
 
 
-def test_a_table_that_takes_long_keeps_no_step_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_takes_long_keeps_no_step_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is made by the thread that writes the files; one that fails costs nothing else."""
     goes_on, taken = threading.Event(), list[tuple[str, int, int, bool]]()
 
@@ -456,14 +563,22 @@ def test_the_mismatch_of_rows_is_that_of_a_slow_loop(seed: int) -> None:
     policy[0, 0], mask[0, 0] = math.nan, 0.0
     found = row_mismatch(generation, policy, mask).tolist()
     for row in range(4):
-        values = [abs(float(generation[row, place]) - float(policy[row, place])) for place in range(7) if mask[row, place]]
-        assert found[row] == pytest.approx(sum(values) / len(values)) if values else math.isnan(found[row]), f"seed {seed}"
+        values = [
+            abs(float(generation[row, place]) - float(policy[row, place]))
+            for place in range(7)
+            if mask[row, place]
+        ]
+        assert found[row] == pytest.approx(sum(values) / len(values)) if values else math.isnan(found[row]), (
+            f"seed {seed}"
+        )
     counts = mask.sum(1)
     whole = sum(found[row] * float(counts[row]) for row in (0, 1, 3)) / float(counts.sum())
     assert whole == pytest.approx(mismatch_metrics(generation, policy, mask)["mismatch_mean"])
 
 
-def test_an_unwritable_directory_is_said_at_the_start_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_directory_is_said_at_the_start_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "samples").write_text("a file")
     with caplog.at_level(logging.WARNING):
         SampleFiles(tmp_path / "samples").truncate_after(3)

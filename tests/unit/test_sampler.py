@@ -14,7 +14,9 @@ from megarl.errors import CheckpointError, DataError
 
 @given(size=st.integers(1, 41), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
 @settings(max_examples=100)
-def test_an_epoch_is_a_permutation_that_depends_on_its_arguments_only(size: int, seed: int, epoch: int) -> None:
+def test_an_epoch_is_a_permutation_that_depends_on_its_arguments_only(
+    size: int, seed: int, epoch: int
+) -> None:
     order = epoch_order(size, seed, epoch)
     assert sorted(order) == list(range(size))
     assert order == epoch_order(size, seed, epoch)
@@ -66,7 +68,16 @@ def test_every_record_once_an_epoch(size: int, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"size": 8}, {"seed": 6}, {"shuffle": False}, {"data_fingerprint": "b"}, {"position": 7}, {"position": -1}, {"epoch": None}]
+    "change",
+    [
+        {"size": 8},
+        {"seed": 6},
+        {"shuffle": False},
+        {"data_fingerprint": "b"},
+        {"position": 7},
+        {"position": -1},
+        {"epoch": None},
+    ],
 )
 def test_a_state_of_something_else_is_refused(change: dict[str, object]) -> None:
     sampler = ResumableSampler(7, 5, True, "a")
@@ -79,7 +90,13 @@ def test_no_records() -> None:
         ResumableSampler(0, 1)
 
 
-MIXTURES = [([5, 3], [0.7, 0.3]), ([4, 4, 9], [1, 1, 2]), ([1, 30], [0.1, 0.9]), ([7], [3.0]), ([3, 3, 3, 3], [0.4, 0.3, 0.2, 0.1])]
+MIXTURES = [
+    ([5, 3], [0.7, 0.3]),
+    ([4, 4, 9], [1, 1, 2]),
+    ([1, 30], [0.1, 0.9]),
+    ([7], [3.0]),
+    ([3, 3, 3, 3], [0.4, 0.3, 0.2, 0.1]),
+]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -88,7 +105,10 @@ def test_a_mixture_resumes_at_every_step(sizes: list[int], weights: list[float],
     whole = MixtureSampler(sizes, weights, 5, shuffle, "f")
     batches = [whole.take(4) for _ in range(10)]
     for split in range(11):
-        before, after = MixtureSampler(sizes, weights, 5, shuffle, "f"), MixtureSampler(sizes, weights, 5, shuffle, "f")
+        before, after = (
+            MixtureSampler(sizes, weights, 5, shuffle, "f"),
+            MixtureSampler(sizes, weights, 5, shuffle, "f"),
+        )
         before.take(4 * split)
         after.load_state(json.loads(json.dumps(before.state())))
         assert [after.take(4) for _ in range(10 - split)] == batches[split:]
@@ -96,7 +116,10 @@ def test_a_mixture_resumes_at_every_step(sizes: list[int], weights: list[float],
 
 
 @given(
-    parts=st.lists(st.integers(1, 50), min_size=2, max_size=7), count=st.integers(1, 400), size=st.integers(1, 9), seed=st.integers(0, 9)
+    parts=st.lists(st.integers(1, 50), min_size=2, max_size=7),
+    count=st.integers(1, 400),
+    size=st.integers(1, 9),
+    seed=st.integers(0, 9),
 )
 @settings(max_examples=60)
 def test_shares_are_exact_after_every_prompt(parts: list[int], count: int, size: int, seed: int) -> None:
@@ -105,9 +128,12 @@ def test_shares_are_exact_after_every_prompt(parts: list[int], count: int, size:
     sources = [index // size for index in taken]
     for number in range(1, count + 1):
         for source, part in enumerate(parts):
-            # in whole numbers: |given - share * number| <= 1 - 1 / (2k - 2), times the sum of the weights and 2k - 2
+            # in whole numbers: |given - share * number| <= 1 - 1 / (2k - 2), times the sum of the weights and
+            # 2k - 2
             spread = 2 * len(parts) - 2
-            assert spread * abs(sources[:number].count(source) * sum(parts) - part * number) <= (spread - 1) * sum(parts)
+            assert spread * abs(sources[:number].count(source) * sum(parts) - part * number) <= (
+                spread - 1
+            ) * sum(parts)
     for source in range(len(parts)):
         own = [index % size for index in taken if index // size == source]
         whole = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
@@ -127,7 +153,15 @@ def test_sources_of_one_size_have_orders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"sizes": [5, 4]}, {"weights": ["1/2", "1/2"]}, {"seed": 6}, {"data_fingerprint": "b"}, {"taken": [1]}, {"taken": [-1, 2]}]
+    "change",
+    [
+        {"sizes": [5, 4]},
+        {"weights": ["1/2", "1/2"]},
+        {"seed": 6},
+        {"data_fingerprint": "b"},
+        {"taken": [1]},
+        {"taken": [-1, 2]},
+    ],
 )
 def test_a_state_of_another_mixture_is_refused(change: dict[str, object]) -> None:
     sampler = MixtureSampler([5, 3], [0.7, 0.3], 5, True, "a")
@@ -137,7 +171,9 @@ def test_a_state_of_another_mixture_is_refused(change: dict[str, object]) -> Non
         sampler.load_state(ResumableSampler(8, 5, True, "a").state())
 
 
-@pytest.mark.parametrize(("sizes", "weights"), [([3, 0], [1, 1]), ([3, 3], [1, 0]), ([3, 3], [1, -1]), ([3, 3], [1])])
+@pytest.mark.parametrize(
+    ("sizes", "weights"), [([3, 0], [1, 1]), ([3, 3], [1, 0]), ([3, 3], [1, -1]), ([3, 3], [1])]
+)
 def test_mixtures_of_nothing(sizes: list[int], weights: list[float]) -> None:
     with pytest.raises(DataError):
         MixtureSampler(sizes, weights, 1)

@@ -1,4 +1,5 @@
-"""Choosing tokens against a slow loop: top-k with ties, top-p, boundaries of the uniform number, seeds; and when an answer stops."""
+"""Choosing tokens against a slow loop: top-k with ties, top-p, boundaries of the uniform number, seeds; and
+when an answer stops."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
 def kept_tokens(logits: list[float], top_k: int | None, top_p: float) -> list[tuple[int, float]]:
-    """(token, probability) of what top-k and then top-p leave, in vocabulary order, by loops in Python floats."""
+    """(token, probability) of what top-k and then top-p leave, in vocabulary order, by loops in Python
+    floats."""
     largest = max(logits)
     weights = [math.exp(value - largest) for value in logits]
     total = math.fsum(weights)
@@ -34,7 +36,8 @@ def kept_tokens(logits: list[float], top_k: int | None, top_p: float) -> list[tu
 
 
 def _nucleus(probabilities: list[float], candidates: list[int], top_k: int | None, top_p: float) -> list[int]:
-    """What top-p leaves of those that top-k left, of which the first ``top_k`` share the whole probability; ties stay together."""
+    """What top-p leaves of those that top-k left, of which the first ``top_k`` share the whole probability;
+    ties stay together."""
     ranked = sorted(candidates, key=lambda token: -probabilities[token])[:top_k]
     mass = math.fsum(probabilities[token] for token in ranked)
     before, last = 0.0, ranked[0]
@@ -61,7 +64,9 @@ def by_hand(logits: list[float], uniform: float, top_k: int | None, top_p: float
 
 
 def draw(logits: torch.Tensor, uniform: float, **options: object) -> int:
-    tokens, _ = choose_tokens(logits[None], torch.tensor([uniform], dtype=torch.float64), SamplingSettings(**options))  # type: ignore[arg-type]
+    tokens, _ = choose_tokens(
+        logits[None], torch.tensor([uniform], dtype=torch.float64), SamplingSettings(**options)
+    )  # type: ignore[arg-type]
     return int(tokens)
 
 
@@ -76,7 +81,8 @@ def test_equals_the_slow_loop(logits: list[float], uniform: float, top_k: int | 
     expected, distance = by_hand(logits, uniform, top_k, top_p)
     measured = draw(torch.tensor(logits), uniform, top_k=top_k, top_p=top_p)
     kept = [token for token, _ in kept_tokens(logits, top_k, top_p)]
-    # float32 probabilities may decide differently only on the very edge, and there never for a token that was left out
+    # float32 probabilities may decide differently only on the very edge, and there never for a token that was
+    # left out
     assert measured == expected or (distance < 1e-6 and measured in kept)
 
 
@@ -158,7 +164,9 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 def test_logprobs_are_of_what_can_be_drawn() -> None:
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(3)) * 5
-    tokens, values = choose_tokens(logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(False, 0.6, 4, 0.8))
+    tokens, values = choose_tokens(
+        logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(False, 0.6, 4, 0.8)
+    )
     assert values.dtype == torch.float32
     for row, token, value in zip(logits, tokens.tolist(), values.tolist(), strict=True):
         kept = dict(kept_tokens((row / 0.6).tolist(), 4, 0.8))
@@ -167,14 +175,18 @@ def test_logprobs_are_of_what_can_be_drawn() -> None:
 
 def test_greedy_logprobs_are_of_the_whole_scaled_distribution() -> None:
     logits = torch.randn(6, 31, generator=torch.Generator().manual_seed(3)) * 5
-    tokens, values = choose_tokens(logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(True, 0.6, 4, 0.8))
+    tokens, values = choose_tokens(
+        logits, torch.full((6,), 0.4, dtype=torch.float64), SamplingSettings(True, 0.6, 4, 0.8)
+    )
     expected = (logits.double() / 0.6).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_greedy_takes_the_first_of_equals_and_ignores_the_filters() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
-    tokens, _ = choose_tokens(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), SamplingSettings(True, 3.0, 2, 0.1))
+    tokens, _ = choose_tokens(
+        logits, torch.tensor([0.9, 0.9], dtype=torch.float64), SamplingSettings(True, 3.0, 2, 0.1)
+    )
     assert tokens.tolist() == [1, 0]
 
 
@@ -191,7 +203,8 @@ def test_half_precision_logits_are_sampled_in_full() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(6)).bfloat16()
     uniforms = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     assert torch.equal(
-        choose_tokens(logits, uniforms, SamplingSettings())[0], choose_tokens(logits.float(), uniforms, SamplingSettings())[0]
+        choose_tokens(logits, uniforms, SamplingSettings())[0],
+        choose_tokens(logits.float(), uniforms, SamplingSettings())[0],
     )
 
 
@@ -217,7 +230,9 @@ def test_stop_strings_may_span_tokens_and_differ_by_row() -> None:
 
     def finished(rows: list[int], *answers: list[int]) -> list[bool]:
         """Of some rows, where all three have these answers."""
-        found: list[bool] = stop.finished(np.array(rows), np.array([answers[row][-1] for row in rows]), np.array(answers)).tolist()
+        found: list[bool] = stop.finished(
+            np.array(rows), np.array([answers[row][-1] for row in rows]), np.array(answers)
+        ).tolist()
         return found
 
     assert finished([0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2, 0]) == [True, False, True]
@@ -228,7 +243,11 @@ def test_stop_strings_may_span_tokens_and_differ_by_row() -> None:
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:
-    assert not StopRules([], [(), ()], None).finished(np.array([0, 1]), np.array([1, 2]), np.array([[1], [2]])).any()
+    assert (
+        not StopRules([], [(), ()], None)
+        .finished(np.array([0, 1]), np.array([1, 2]), np.array([[1], [2]]))
+        .any()
+    )
 
 
 def test_stop_strings_of_configuration_and_sample_add_up() -> None:

@@ -1,4 +1,5 @@
-"""Batches sampled beside training: which weights sample which step, what is done together, and what a checkpoint keeps of it."""
+"""Batches sampled beside training: which weights sample which step, what is done together, and what a
+checkpoint keeps of it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class PlayedRefit:
         self.replaced.append(error)
 
 
-def ahead_of(sample: Any, lag: int, last: int | None, refit: PlayedRefit, waiting: dict[int, Any], timer: Any = None) -> SamplingAhead:
+def ahead_of(
+    sample: Any, lag: int, last: int | None, refit: PlayedRefit, waiting: dict[int, Any], timer: Any = None
+) -> SamplingAhead:
     engines = HeldEngines(refit)  # type: ignore[arg-type]
 
     def asking(step: int) -> Any:
@@ -53,12 +56,19 @@ def ahead_of(sample: Any, lag: int, last: int | None, refit: PlayedRefit, waitin
 
 @given(lag=st.integers(1, 5), steps=st.integers(1, 9), begun=st.integers(0, 4), kept=st.integers(0, 5))
 def test_weights_follow_from_the_step(lag: int, steps: int, begun: int, kept: int) -> None:
-    """Of a run that goes on behind ``begun`` steps with ``kept`` batches that waited: these are not sampled again, the others once."""
+    """Of a run that goes on behind ``begun`` steps with ``kept`` batches that waited: these are not sampled
+    again, the others once."""
     refit, sampled = PlayedRefit(), list[tuple[int, int]]()
     refit.trained = begun
     waiting: dict[int, Any] = {begun + 1 + each: "kept" for each in range(min(kept, lag, steps))}
     had = set(waiting)
-    ahead = ahead_of(lambda step: sampled.append((step, refit.engines_have)) or f"batch {step}", lag, begun + steps, refit, waiting)
+    ahead = ahead_of(
+        lambda step: sampled.append((step, refit.engines_have)) or f"batch {step}",
+        lag,
+        begun + steps,
+        refit,
+        waiting,
+    )
     for step in range(begun + 1, begun + steps + 1):
         assert ahead.take(step) == ("kept" if step in had else f"batch {step}")
         refit.trained = step
@@ -66,7 +76,9 @@ def test_weights_follow_from_the_step(lag: int, steps: int, begun: int, kept: in
         assert set(waiting) == set(range(step + 1, min(step + lag, begun + steps) + 1))
     ahead.close()
     # the first step has to sample for itself whatever nobody sampled for it
-    assert sorted(sampled) == [(step, max(step - 1 - lag, begun)) for step in range(begun + 1, begun + steps + 1) if step not in had]
+    assert sorted(sampled) == [
+        (step, max(step - 1 - lag, begun)) for step in range(begun + 1, begun + steps + 1) if step not in had
+    ]
 
 
 def test_a_step_trains_while_the_next_one_is_sampled() -> None:
@@ -120,7 +132,8 @@ def test_what_fails_meanwhile_ends_the_step() -> None:
 
 
 def test_engines_lost_meanwhile_are_not_given_other_weights() -> None:
-    """New ones would get the weights that are being trained; the run goes back to its checkpoint, where the old ones are."""
+    """New ones would get the weights that are being trained; the run goes back to its checkpoint, where the
+    old ones are."""
     refit, error = PlayedRefit(), WorkerError("killed")
     engines = HeldEngines(refit)  # type: ignore[arg-type]
     engines.replace_lost_engines(error)
@@ -181,7 +194,12 @@ def batch(step: int, judged: bool) -> Sampling:
     )
     of_all: BatchedDataDict[Any] = BatchedDataDict({"reward": torch.tensor([1.0, 2.0, 3.0])})
     records: Any = [SimpleNamespace(index=7), SimpleNamespace(index=3)]
-    return Sampling(Rollouts(samples, records, {"reward_faults": 1.0}), of_all if judged else samples, {"found": 0.1}, epoch=2)
+    return Sampling(
+        Rollouts(samples, records, {"reward_faults": 1.0}),
+        of_all if judged else samples,
+        {"found": 0.1},
+        epoch=2,
+    )
 
 
 def test_batches_that_wait_are_in_a_checkpoint(tmp_path: Path) -> None:
@@ -192,11 +210,19 @@ def test_batches_that_wait_are_in_a_checkpoint(tmp_path: Path) -> None:
     for step, before in kept.items():
         after = found[step]
         assert [record.index for record in after.rollouts.records] == [7, 3]
-        assert (after.metrics, after.rollouts.metrics, after.epoch) == (before.metrics, before.rollouts.metrics, 2)
+        assert (after.metrics, after.rollouts.metrics, after.epoch) == (
+            before.metrics,
+            before.rollouts.metrics,
+            2,
+        )
         assert list(after.rollouts.samples) == list(before.rollouts.samples)
         for name, value in before.rollouts.samples.items():
             other = after.rollouts.samples[name]
-            assert torch.equal(other, value) or (name == "reward" and other.isnan()[1]) if torch.is_tensor(value) else other == value
+            assert (
+                torch.equal(other, value) or (name == "reward" and other.isnan()[1])
+                if torch.is_tensor(value)
+                else other == value
+            )
         assert (after.judged is after.rollouts.samples) == (step == 12)
         assert torch.equal(after.judged["reward"][:1], before.judged["reward"][:1])
 
@@ -220,4 +246,6 @@ def test_effective_share(logs: list[float], counted: int) -> None:
     mask = torch.tensor([[float(place < counted) for place in range(len(logs))]])
     weights = [math.exp(value) for value in logs[:counted]]
     expected = sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights)) if weights else 1.0
-    assert effective_share(torch.tensor([logs], dtype=torch.float64), mask) == pytest.approx(expected, rel=1e-9)
+    assert effective_share(torch.tensor([logs], dtype=torch.float64), mask) == pytest.approx(
+        expected, rel=1e-9
+    )

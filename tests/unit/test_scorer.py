@@ -83,7 +83,13 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"0.2" if response == "short" else b"0.2 and more")
             return
-        statuses = {"busy twice": 503 if times < 3 else 200, "busy": 429, "refused": 400, "elsewhere": 302, "round": 307}
+        statuses = {
+            "busy twice": 503 if times < 3 else 200,
+            "busy": 429,
+            "refused": 400,
+            "elsewhere": 302,
+            "round": 307,
+        }
         self.send_response(statuses.get(response, 200))
         self.send_header("Location", "/score")
         self.end_headers()
@@ -141,17 +147,25 @@ def test_a_scorer_that_is_busy_is_asked_again(scorer: Scorer) -> None:
 
 
 def test_a_reply_that_is_shorter_than_was_announced_is_none(scorer: Scorer) -> None:
-    with pytest.raises(RewardError, match=r"in 3 attempts \(IncompleteRead: IncompleteRead\(3 bytes read, 1 more expected\)"):
+    with pytest.raises(
+        RewardError, match=r"in 3 attempts \(IncompleteRead: IncompleteRead\(3 bytes read, 1 more expected\)"
+    ):
         reward_of(scorer.url)("short")
     assert len(scorer.asked) == 3
     assert reward_of(scorer.url)("short no more") == 0.2
 
 
 def test_a_scorer_that_fails_on_every_response_is_down(scorer: Scorer) -> None:
-    environment = SingleTurn(complete({**raw_grpo(), "env": {"reward": "http", "url": scorer.url, "timeout_s": 2.0}})["env"])
-    records: list[Any] = [SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(2)]
+    environment = SingleTurn(
+        complete({**raw_grpo(), "env": {"reward": "http", "url": scorer.url, "timeout_s": 2.0}})["env"]
+    )
+    records: list[Any] = [
+        SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(2)
+    ]
     try:
-        assert environment.step(Turn(records, ["refused", "words"], [[1]] * 2, [None] * 2, ["p"] * 2)).masked == [True, True]
+        assert environment.step(
+            Turn(records, ["refused", "words"], [[1]] * 2, [None] * 2, ["p"] * 2)
+        ).masked == [True, True]
     finally:
         environment.close()
 
@@ -169,7 +183,9 @@ CAUSED = {"endless", "hangs up", "short", "refused", *REPLIES} - {"judged"}
 """Responses that may be why the scorer gives no score."""
 
 
-def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(scorer: Scorer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(
+    scorer: Scorer, caplog: pytest.LogCaptureFixture
+) -> None:
     """What the scorer or the way there causes is masked, a silence too; the others have their scores."""
     config = raw_grpo()
     config["env"] = {"reward": "http", "url": scorer.url, "timeout_s": 2.0, "processes": 4}
@@ -179,9 +195,13 @@ def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(scorer: 
     bad = ["silent", "trickles", "endless", "hangs up", "short", "refused", "elsewhere", "round", *REPLIES]
     bad.remove("judged")
     responses = ["four", *bad, "judged"]
-    records: list[Any] = [SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(len(responses))]
+    records: list[Any] = [
+        SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(len(responses))
+    ]
     try:
-        result = environment.step(Turn(records, responses, [[1]] * len(responses), [None] * len(responses), ["p"] * len(responses)))
+        result = environment.step(
+            Turn(records, responses, [[1]] * len(responses), [None] * len(responses), ["p"] * len(responses))
+        )
     finally:
         environment.close()
     assert list(result.rewards) == [0.5, *[0.0] * len(bad), 2.5]
@@ -195,7 +215,10 @@ def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(scorer: 
     ("env", "message"),
     [
         ({"reward": "http"}, r"env\.url = None: the reward 'http' needs it"),
-        ({"reward": "http", "url": "localhost:80"}, r"env\.url = 'localhost:80': an address of http or https is wanted"),
+        (
+            {"reward": "http", "url": "localhost:80"},
+            r"env\.url = 'localhost:80': an address of http or https is wanted",
+        ),
         ({"reward": "http", "url": "file:///etc/passwd"}, "an address of http or https is wanted"),
         ({"reward": "http", "url": "http://a", "attempts": 0}, r"env\.attempts = 0"),
         ({"url": "http://a"}, r"env\.url = 'http://a': the reward 'exact_match' does not read it"),

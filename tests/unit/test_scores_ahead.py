@@ -45,7 +45,14 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def environments(path: Path) -> Iterator[list[SingleTurn]]:
     """Two of them."""
-    section = {"environment": "single_turn", "strip": True, "processes": 1, "timeout_s": 20.0, "on_error": "mask", "on_timeout": "zero"}
+    section = {
+        "environment": "single_turn",
+        "strip": True,
+        "processes": 1,
+        "timeout_s": 20.0,
+        "on_error": "mask",
+        "on_timeout": "zero",
+    }
     made = [SingleTurn({**section, "options": {}, "reward": f"{path}:reward"}) for _ in range(2)]  # type: ignore[typeddict-item]
     yield made
     for each in made:
@@ -56,7 +63,9 @@ def words(prompt: list[int], seed: int) -> list[int]:
     """Short responses, so that some to one prompt are equal."""
     tokenizer = tokenizer_of("qwen2.5")
     drawn = random.Random(f"{seed}")
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("ons", k=drawn.randint(1, 2))]
+    letters = [
+        tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("ons", k=drawn.randint(1, 2))
+    ]
     return [*letters, tokenizer.eos_token_id]
 
 
@@ -88,7 +97,9 @@ class Waits(ScriptedStream):
         if len(self.waiting) == 1:
             until = time.monotonic() + SECONDS
             while not self.log.exists() or len(self.log.read_text().splitlines()) < self.asked - 1:
-                assert time.monotonic() < until, "the other responses are not scored while this one is sampled"
+                assert time.monotonic() < until, (
+                    "the other responses are not scored while this one is sampled"
+                )
                 time.sleep(0.005)
         return super().poll(timeout_s)
 
@@ -96,7 +107,11 @@ class Waits(ScriptedStream):
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         # a response that met another environment has no such reward
-        return torch.equal(one.nan_to_num(nan=-7.0), other.nan_to_num(nan=-7.0)) if one.is_floating_point() else torch.equal(one, other)
+        return (
+            torch.equal(one.nan_to_num(nan=-7.0), other.nan_to_num(nan=-7.0))
+            if one.is_floating_point()
+            else torch.equal(one, other)
+        )
     return list(one) == list(other)
 
 
@@ -123,7 +138,11 @@ def test_groups_in_threads_of_their_own_are_not_scored_ahead(environments: list[
     """What has begun for one group would be taken by another."""
     environment, begun = environments[0], list[Any]()
     environment.score_ahead = begun.append  # type: ignore[method-assign]
-    collected(environment, lambda engine: ScriptedStream(engine, lambda: random.random() * 0.01), judging=nullcontext())
+    collected(
+        environment,
+        lambda engine: ScriptedStream(engine, lambda: random.random() * 0.01),
+        judging=nullcontext(),
+    )
     assert not begun
     collected(environment, lambda engine: ScriptedStream(engine, lambda: random.random() * 0.01))
     assert begun

@@ -56,7 +56,9 @@ def test_a_new_layer_is_read_as_if_it_had_been_stored(model: Path) -> None:
     assert source.shape(SCORE) == (1, 36) and source.dtype(SCORE) == torch.float32
     source.read(SCORE).zero_()
     assert torch.equal(source.read(SCORE), drawn), "what was read is the reader's own"
-    assert torch.equal(source.read("model.norm.weight"), load_file(model / "model.safetensors")["model.norm.weight"])
+    assert torch.equal(
+        source.read("model.norm.weight"), load_file(model / "model.safetensors")["model.norm.weight"]
+    )
     check_source(source, read_architecture(config))
 
 
@@ -69,7 +71,9 @@ def save_scoring(directory: Path, labels: int, kind: Any = AutoModelForSequenceC
 
 def test_a_model_that_scores_keeps_its_own_layer(tmp_path: Path) -> None:
     directory = save_scoring(tmp_path / "one", 1)
-    source = scoring_source(open_source(directory), scoring_config(AutoConfig.from_pretrained(directory)), seed=3)
+    source = scoring_source(
+        open_source(directory), scoring_config(AutoConfig.from_pretrained(directory)), seed=3
+    )
     assert torch.equal(source.read(SCORE), load_file(directory / "model.safetensors")[SCORE])
 
 
@@ -77,17 +81,27 @@ def test_a_model_that_scores_keeps_its_own_layer(tmp_path: Path) -> None:
 def test_what_cannot_score_is_refused_before_anything_starts(tmp_path: Path, backend: str) -> None:
     def check(directory: Path) -> None:
         policy = {**policy_config(directory), "generation": None, "reward_model_cfg": {"enabled": True}}
-        check_model(complete_policy(policy if backend == "megatron" else {**policy, "megatron_cfg": {"enabled": False}}))
+        check_model(
+            complete_policy(
+                policy if backend == "megatron" else {**policy, "megatron_cfg": {"enabled": False}}
+            )
+        )
 
     check(save_scoring(tmp_path / "one", 1))
     with pytest.raises(ModelError, match=r"it scores with 3 labels, and policy\.reward_model_cfg wants 1"):
         check(save_scoring(tmp_path / "three", 3))
-    with pytest.raises(ModelError, match=r"it is a Qwen2ForTokenClassification, and policy\.reward_model_cfg wants a language model or a"):
+    with pytest.raises(
+        ModelError,
+        match=r"it is a Qwen2ForTokenClassification, and policy\.reward_model_cfg wants a language model or "
+        r"a",
+    ):
         check(save_scoring(tmp_path / "token", 1, AutoModelForTokenClassification))
 
 
 def test_a_family_without_such_a_class_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"transformers has no class with a score layer .* for model_type 'glm4_moe'"):
+    with pytest.raises(
+        ModelError, match=r"transformers has no class with a score layer .* for model_type 'glm4_moe'"
+    ):
         scoring_config(tiny_config("glm4_moe", tied=False))
 
 
@@ -110,7 +124,11 @@ def test_a_checkpoint_s_config_says_what_the_model_is(model: Path, tmp_path: Pat
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     write_config(tmp_path, torch.bfloat16, said_of_scoring(config))
     said = json.loads((tmp_path / "config.json").read_text())
-    assert said["architectures"] == ["Qwen2ForSequenceClassification"] and said["pad_token_id"] == 7 and said["dtype"] == "bfloat16"
+    assert (
+        said["architectures"] == ["Qwen2ForSequenceClassification"]
+        and said["pad_token_id"] == 7
+        and said["dtype"] == "bfloat16"
+    )
     assert AutoConfig.from_pretrained(tmp_path).num_labels == 1
     assert read_architecture(said).head == ScoreHead(1, bias=False)
     before = (tmp_path / "config.json").read_bytes()
@@ -119,10 +137,15 @@ def test_a_checkpoint_s_config_says_what_the_model_is(model: Path, tmp_path: Pat
 
 
 def test_estimates_know_that_there_is_no_output_layer(model: Path) -> None:
-    policy = complete_policy({**policy_config(model), "generation": None, "reward_model_cfg": {"enabled": True}})
+    policy = complete_policy(
+        {**policy_config(model), "generation": None, "reward_model_cfg": {"enabled": True}}
+    )
     facts, plain = facts_of_policy(policy), facts_of_policy({**policy, "reward_model_cfg": None})
     assert facts is not None and plain is not None
     # tied, the first of two stages has no part of the output layer and the last one a copy
-    difference = [stage_parameters(plain, 1, stage, [2, 1]) - stage_parameters(facts, 1, stage, [2, 1]) for stage in (0, 1)]
+    difference = [
+        stage_parameters(plain, 1, stage, [2, 1]) - stage_parameters(facts, 1, stage, [2, 1])
+        for stage in (0, 1)
+    ]
     assert difference == [0, (101 - 1) * 36]
     assert ModelFlops.of(plain).logits / ModelFlops.of(facts).logits == 101

@@ -1,4 +1,5 @@
-"""No command shows a secret of the environment, of a configuration or of its own command line, whatever becomes of it."""
+"""No command shows a secret of the environment, of a configuration or of its own command line, whatever
+becomes of it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ PLANTED = {
     name: f"{name}-hunter2-{'long-' * 12}end"
     for name in ("variable", "taken", "assigned", "below", "address", "argument", "word", "repeated")
 }
-"""Secrets by where they stand; each is longer than half a line of the report, so that the console breaks it."""
+"""Secrets by where they stand; each is longer than half a line of the report, so that the console breaks
+it."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,9 @@ def finished(tmp_path: Path, file: str) -> str:
     return str(tmp_path / "run")
 
 
-def outputs(words: Sequence[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+def outputs(
+    words: Sequence[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> tuple[int, str]:
     """Exit code and all that a command says; it may break a line anywhere."""
     try:
         code = main(list(words))
@@ -87,11 +91,18 @@ def found_in(text: str) -> list[str]:
 def test_dry_runs_show_the_rest_of_the_configuration(
     file: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for words in (["train", file, "--dry-run"], ["train", file, "--dry-run", "--data"], ["eval", file, "--dry-run"]):
+    for words in (
+        ["train", file, "--dry-run"],
+        ["train", file, "--dry-run", "--data"],
+        ["eval", file, "--dry-run"],
+    ):
         code, text = outputs([*words, "--allow-env"], capfd, caplog)
         assert (code, found_in(text)) == (0, []), text
         if "train" in words:
-            assert f"HF_TOKEN: '{HIDDEN}'" in text and f"https://{HIDDEN}@host/score?access_token={HIDDEN}" in text
+            assert (
+                f"HF_TOKEN: '{HIDDEN}'" in text
+                and f"https://{HIDDEN}@host/score?access_token={HIDDEN}" in text
+            )
             assert "place: ${oc.env:MEGARL_TEST_PLACE}" in text and "max_num_steps: 4" in text
     assert outputs(["train", file, "--dry-run"], capfd, caplog)[0] == 2
 
@@ -101,7 +112,11 @@ COMMANDS = TABLES["commands"]
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_shows_one(
-    command: str, finished: str, file: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    command: str,
+    finished: str,
+    file: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     words = [{"RUN": finished, "FILE": file}.get(word, word) for word in COMMANDS[command]]
     code, text = outputs(words, capfd, caplog)
@@ -114,7 +129,9 @@ def test_nor_does_a_file_of_a_run(finished: str, capfd: pytest.CaptureFixture[st
     files = [path for path in Path(finished).rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"config.yaml", "report.html", "metrics.jsonl", "launches.jsonl"}
     known = {
-        str(path): found_in(path.read_text(errors="replace")) for path in files if path.suffix in {".yaml", ".html", ".jsonl", ".json"}
+        str(path): found_in(path.read_text(errors="replace"))
+        for path in files
+        if path.suffix in {".yaml", ".html", ".jsonl", ".json"}
     }
     assert json.dumps({path: names for path, names in known.items() if names}) == "{}"
 
@@ -123,12 +140,22 @@ def test_an_error_names_the_variable_and_not_what_it_holds(tmp_path: Path, model
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(config_with_secrets(tmp_path, model, data)))
     value = load_config(path, allow_env=True)["env"]["options"]["place"]
-    assert value == PLANTED["taken"] and redaction.shown("env.options.place", value) == "'${oc.env:MEGARL_TEST_PLACE}'"
+    assert (
+        value == PLANTED["taken"]
+        and redaction.shown("env.options.place", value) == "'${oc.env:MEGARL_TEST_PLACE}'"
+    )
 
 
-@pytest.mark.parametrize("value", [f"DB_PASSWORD={HIDDEN}", f"again {HIDDEN}", f"/data/{HIDDEN}/model", f"https://{HIDDEN}@host"])
+@pytest.mark.parametrize(
+    "value", [f"DB_PASSWORD={HIDDEN}", f"again {HIDDEN}", f"/data/{HIDDEN}/model", f"https://{HIDDEN}@host"]
+)
 def test_a_file_of_a_run_is_not_started_with_what_was_hidden(value: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"env": {"options": {"note": value, "marked": "a ***word*** of Markdown\n\n****\n"}}}))
-    with pytest.raises(ConfigError, match=r"^1 configuration error:\n.*env\.options\.note = .*it was hidden when this file was written"):
+    path.write_text(
+        yaml.safe_dump({"env": {"options": {"note": value, "marked": "a ***word*** of Markdown\n\n****\n"}}})
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^1 configuration error:\n.*env\.options\.note = .*it was hidden when this file was written",
+    ):
         load_config(path)

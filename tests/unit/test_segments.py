@@ -1,4 +1,5 @@
-"""Responses of several segments, where a chat template writes earlier responses otherwise: their rows, advantages, losses and runs."""
+"""Responses of several segments, where a chat template writes earlier responses otherwise: their rows,
+advantages, losses and runs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ class Asking(MessageEnv):
     def step(self, message: Any) -> Step:
         self.turns += 1
         role = "tool" if (self.record.index + self.turns) % 3 == 0 else "user"
-        said = {"role": role, "content": f"No {self.turns}.", **({"name": "look", "tool_call_id": "c"} if role == "tool" else {})}
+        said = {
+            "role": role,
+            "content": f"No {self.turns}.",
+            **({"name": "look", "tool_call_id": "c"} if role == "tool" else {}),
+        }
         return Step(said, reward=self.turns / 8, done=self.turns == self.record.fields["turns"])
 
 
@@ -56,7 +61,9 @@ def thoughts(prompt: list[int], seed: int) -> list[int]:
     """A response of single letters, which the tokenizer itself would merge; some begin with reasoning."""
     tokenizer = tokenizer_of("qwen3")
     drawn = random.Random(f"{seed} {prompt}")
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("onst", k=drawn.randint(1, 9))]
+    letters = [
+        tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("onst", k=drawn.randint(1, 9))
+    ]
     thought = tokenizer("<think>\nstone\n</think>\n\n", add_special_tokens=False)["input_ids"]
     return [*(thought if drawn.random() < REASONED else []), *letters, tokenizer.eos_token_id]
 
@@ -66,12 +73,19 @@ TURNS = (1, 4, 2, 3)
 
 def asked(records: int = 4) -> list[Example]:
     tokenizer = tokenizer_of("qwen3")
-    texts = [f"<|im_start|>user\nAsk {'x' * place}.<|im_end|>\n<|im_start|>assistant\n" for place in range(records)]
+    texts = [
+        f"<|im_start|>user\nAsk {'x' * place}.<|im_end|>\n<|im_start|>assistant\n" for place in range(records)
+    ]
     ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    return [Example(place, ids[place], (), str(place), fields={"turns": TURNS[place % 4]}) for place in range(records)]
+    return [
+        Example(place, ids[place], (), str(place), fields={"turns": TURNS[place % 4]})
+        for place in range(records)
+    ]
 
 
-def collected(records: list[Example] | None = None, generations: int = 2, stream: Any = None, **limits: Any) -> Rollouts:
+def collected(
+    records: list[Example] | None = None, generations: int = 2, stream: Any = None, **limits: Any
+) -> Rollouts:
     collector, engine, _ = collector_of(MessageEnvironment(Asking, SECTION), thoughts, "qwen3", **limits)
     records = asked() if records is None else records
     seeds = sampling_seeds(3, 1, len(records), generations)
@@ -85,10 +99,13 @@ Row = tuple[list[int], list[int], list[float], list[float]]
 
 
 def by_hand(record: Example, seed: int) -> list[Row]:
-    """Tokens, mask, log-probabilities and rewards of each segment of a response, from whole renderings of the conversation."""
+    """Tokens, mask, log-probabilities and rewards of each segment of a response, from whole renderings of the
+    conversation."""
     tokenizer = tokenizer_of("qwen3")
     text = tokenizer.decode(list(record.prompt_ids))
-    messages: list[dict[str, str]] = [{"role": "user", "content": text.split("\n")[1].removesuffix("<|im_end|>")}]
+    messages: list[dict[str, str]] = [
+        {"role": "user", "content": text.split("\n")[1].removesuffix("<|im_end|>")}
+    ]
 
     def start(prompt: list[int]) -> Row:
         return list(prompt), [0] * len(prompt), [0.0] * len(prompt), [0.0] * len(prompt)
@@ -99,17 +116,29 @@ def by_hand(record: Example, seed: int) -> list[Row]:
         own = seed if turn == 0 else seed_of_turn(seed, turn)
         said = thoughts(ids, own)
         rewards += [*[0.0] * (len(said) - 1), (turn + 1) / 8]
-        ids, mask, logprobs = ids + said, mask + [1] * len(said), logprobs + [logprob_of(token, own) for token in said]
+        ids, mask, logprobs = (
+            ids + said,
+            mask + [1] * len(said),
+            logprobs + [logprob_of(token, own) for token in said],
+        )
         found[-1] = ids, mask, logprobs, rewards
         if turn + 1 == record.fields["turns"]:
             return found
         role = "tool" if (record.index + turn + 1) % 3 == 0 else "user"
-        messages += [{"role": "assistant", "content": tokenizer.decode(said[:-1])}, {"role": role, "content": f"No {turn + 1}."}]
+        messages += [
+            {"role": "assistant", "content": tokenizer.decode(said[:-1])},
+            {"role": role, "content": f"No {turn + 1}."},
+        ]
         whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         shown = tokenizer.decode(ids)
         if whole.startswith(shown):
             seen = tokenizer(whole[len(shown) :], add_special_tokens=False)["input_ids"]
-            found[-1] = ids + seen, mask + [0] * len(seen), logprobs + [0.0] * len(seen), rewards + [0.0] * len(seen)
+            found[-1] = (
+                ids + seen,
+                mask + [0] * len(seen),
+                logprobs + [0.0] * len(seen),
+                rewards + [0.0] * len(seen),
+            )
         else:
             found.append(start(tokenizer(whole, add_special_tokens=False)["input_ids"]))
     raise AssertionError("no response ended it")
@@ -128,7 +157,9 @@ def test_rows_are_the_segments_token_by_token() -> None:
         assert samples["input_ids"][row, :end].tolist() == ids and samples["input_lengths"][row] == end
         width = samples["input_ids"].shape[1] - end
         assert samples["token_mask"][row].tolist() == mask + [0] * width
-        np.testing.assert_array_equal(samples["generation_logprobs"][row, :end].numpy(), np.array(logprobs, np.float32))
+        np.testing.assert_array_equal(
+            samples["generation_logprobs"][row, :end].numpy(), np.array(logprobs, np.float32)
+        )
         assert samples["token_rewards"][row].tolist() == rewards + [0.0] * width
         assert found.records[row] is rollouts.records[number]
         again += tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] != ids
@@ -138,7 +169,11 @@ def test_rows_are_the_segments_token_by_token() -> None:
         mine = samples["response"] == number
         assert rollouts.samples["generation_lengths"][number] == counts[mine].sum()
         assert rollouts.samples["segments"][number] == mine.sum()
-        assert rollouts.samples["reward"][number] == sum(rollouts.samples["turn_rewards"][number]) == samples["token_rewards"][mine].sum()
+        assert (
+            rollouts.samples["reward"][number]
+            == sum(rollouts.samples["turn_rewards"][number])
+            == samples["token_rewards"][mine].sum()
+        )
     assert rollouts.metrics["episodes/done"] == 8
 
 
@@ -147,7 +182,11 @@ def test_neither_pace_nor_order_changes_the_rows() -> None:
     for _ in range(3):
         found = rows_of_segments(collected(stream=lambda: random.random() * 0.01), 0)
         for name, values in expected.samples.items():
-            same = torch.equal(values, found.samples[name]) if isinstance(values, torch.Tensor) else list(values) == found.samples[name]
+            same = (
+                torch.equal(values, found.samples[name])
+                if isinstance(values, torch.Tensor)
+                else list(values) == found.samples[name]
+            )
             assert same, name
 
 
@@ -168,7 +207,12 @@ def test_joined_batches_keep_the_segments_of_their_responses() -> None:
     rows_together = rows_of_segments(together, 0).samples
     parts = [rows_of_segments(each, 0).samples for each in (one, other)]
     wanted = [(parts[0], {2, 3}), (parts[1], {0, 1}), (parts[1], {2, 3})]
-    lengths = [length for samples, responses in wanted for length, response in _lengths(samples) if response in responses]
+    lengths = [
+        length
+        for samples, responses in wanted
+        for length, response in _lengths(samples)
+        if response in responses
+    ]
     assert rows_together["input_lengths"].tolist() == lengths
     assert together.samples["reward"].tolist() == [*one.samples["reward"][2:4], *other.samples["reward"]]
 
@@ -183,7 +227,11 @@ def test_batches_that_wait_keep_the_segments_of_their_responses(tmp_path: Path) 
     found = load_batches(tmp_path, Data())[3].rollouts  # type: ignore[arg-type]
     expected, again = (rows_of_segments(each, 0).samples for each in (rollouts, found))
     assert expected.keys() == again.keys() and "response" in again
-    assert all(torch.equal(values, again[name]) for name, values in expected.items() if isinstance(values, torch.Tensor))
+    assert all(
+        torch.equal(values, again[name])
+        for name, values in expected.items()
+        if isinstance(values, torch.Tensor)
+    )
     assert all(values == again[name] for name, values in expected.items() if isinstance(values, list))
 
 
@@ -191,7 +239,8 @@ def _lengths(samples: Any) -> list[tuple[int, int]]:
     return list(zip(samples["input_lengths"].tolist(), samples["response"].tolist(), strict=True))
 
 
-# losses ----------------------------------------------------------------------------------------------------------------------------
+# losses
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 class Bigrams:
@@ -206,12 +255,17 @@ class Bigrams:
         return self.table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
 
 
-def slow_loss(model: Bigrams, responses: list[list[Row]], advantages: list[float], settings: dict[str, Any]) -> torch.Tensor:
+def slow_loss(
+    model: Bigrams, responses: list[list[Row]], advantages: list[float], settings: dict[str, Any]
+) -> torch.Tensor:
     """The clipped loss of a global batch, token by token, over responses given as hand-masked sequences."""
     tokens_of_all = sum(sum(mask) for response in responses for _, mask, _, _ in response)
     total = torch.zeros((), dtype=torch.float64)
     for response, advantage in zip(responses, advantages, strict=True):
-        of_response, count = torch.zeros((), dtype=torch.float64), sum(sum(mask) for _, mask, _, _ in response)
+        of_response, count = (
+            torch.zeros((), dtype=torch.float64),
+            sum(sum(mask) for _, mask, _, _ in response),
+        )
         for ids, mask, logprobs, _ in response:
             for place in range(1, len(ids)):
                 if mask[place]:
@@ -220,7 +274,9 @@ def slow_loss(model: Bigrams, responses: list[list[Row]], advantages: list[float
                     ratio = torch.exp(current - previous)
                     weight = math.exp(float(previous) - float(np.float32(logprobs[place])))
                     bounded = ratio.clamp(0.9, 1.1)
-                    of_response = of_response + weight * torch.maximum(-advantage * ratio, -advantage * bounded)
+                    of_response = of_response + weight * torch.maximum(
+                        -advantage * ratio, -advantage * bounded
+                    )
         # masked_mean adds 1e-8 to what it divides by
         divisor = settings.get("sequence_normalizer") or count
         total = total + (of_response if settings["token_level_loss"] else of_response / (divisor + 1e-8))
@@ -236,7 +292,11 @@ class Alone:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"token_level_loss": True}, {"token_level_loss": False}, {"token_level_loss": False, "sequence_normalizer": 32.0}],
+    [
+        {"token_level_loss": True},
+        {"token_level_loss": False},
+        {"token_level_loss": False, "sequence_normalizer": 32.0},
+    ],
     ids=["tokens", "sequences", "Dr.GRPO"],
 )
 @pytest.mark.parametrize("pieces", [1, 2, 3])
@@ -254,17 +314,26 @@ def test_losses_are_those_of_hand_masked_sequences(settings: dict[str, Any], pie
     places = torch.arange(samples["input_ids"].shape[1], dtype=torch.float64)
     fresh = torch.nn.functional.pad(model.logprobs(samples["input_ids"]).detach(), (1, 0))
     columns["prev_logprobs"] = fresh - 0.1 * places.sin()
-    columns["advantages"] = torch.tensor(advantages, dtype=torch.float64)[samples["response"]][:, None].expand_as(fresh)
+    columns["advantages"] = torch.tensor(advantages, dtype=torch.float64)[samples["response"]][
+        :, None
+    ].expand_as(fresh)
     batch, size, _ = global_batches(BatchedDataDict(columns), 4, 3)
     assert batch.size == 2 * size and size % 3 == 0
-    section = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.1, "ratio_clip_max": 0.1, "use_importance_sampling_correction": True}
+    section = {
+        "reference_policy_kl_penalty": 0.0,
+        "ratio_clip_min": 0.1,
+        "ratio_clip_max": 0.1,
+        "use_importance_sampling_correction": True,
+    }
     given = {**section, "ratio_clip_c": None, "use_on_policy_kl_approximation": False, **settings}
     loss_fn = ClippedPGLossFn({**defaults_of(ClippedPGLossConfig), **given})  # type: ignore[arg-type]
     for number in range(2):
         rows_here = range(number * size, (number + 1) * size)
         whole = batch.select_indices(list(rows_here))
         normalizers = global_normalizers(whole, Alone())  # type: ignore[arg-type]
-        assert normalizers.valid_sequences == 4 and normalizers.valid_tokens == int(under_mask(whole)[:, 1:].sum())
+        assert normalizers.valid_sequences == 4 and normalizers.valid_tokens == int(
+            under_mask(whole)[:, 1:].sum()
+        )
         found = torch.zeros((), dtype=torch.float64)
         valid = 0.0
         for piece in range(pieces):
@@ -294,11 +363,14 @@ def test_global_batches_have_whole_responses_and_one_size() -> None:
     found, size, origin = global_batches(batch, 2, 3)
     assert size == 6 and origin == [0, 1, 2, 3, 1, 1, 4, 5, 6, 5, 5, 5]
     assert found["sample_mask"].tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
-    assert found["response_tokens"][:4].tolist() == [6, 6, 6, 2] and found["response_tokens"][6:9].tolist() == [0, 4, 4]
+    assert found["response_tokens"][:4].tolist() == [6, 6, 6, 2] and found["response_tokens"][
+        6:9
+    ].tolist() == [0, 4, 4]
     assert int(under_mask(found).sum()) == 12 and "response" not in found
 
 
-# what is estimated of responses ----------------------------------------------------------------------------------------------------
+# what is estimated of responses
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_generalized_advantages_go_over_the_segments_of_a_response() -> None:
@@ -321,10 +393,15 @@ def test_generalized_advantages_go_over_the_segments_of_a_response() -> None:
     segments = SegmentRows.of(batch)
     assert segments is not None
     scored = segments.by_response(batch)
-    assert scored["input_lengths"].tolist() == [2 * width + 6, 4] and scored["token_mask"].shape == (2, 3 * width)
+    assert scored["input_lengths"].tolist() == [2 * width + 6, 4] and scored["token_mask"].shape == (
+        2,
+        3 * width,
+    )
     counts = scored["token_mask"] != 0
     rewards = rewards_of_tokens(torch.tensor([1.0, -1.0], dtype=torch.float64), counts)
-    found, _ = generalized_advantages(rewards, values_before(scored["values"]), counts, discount=0.9, gae_lambda=0.8)
+    found, _ = generalized_advantages(
+        rewards, values_before(scored["values"]), counts, discount=0.9, gae_lambda=0.8
+    )
     by_row = segments.by_row(found)
     assert by_row.shape == (4, width) and not by_row[mask == 0].any()
     before = [float(values[row, place - 1]) for row in range(3) for place in range(2, lengths[row])]
@@ -343,10 +420,12 @@ def test_a_segment_that_is_left_out_takes_its_response_with_it() -> None:
     assert found.tolist() == [0, 0, 1, 0, 1]
 
 
-# whole runs ------------------------------------------------------------------------------------------------------------------------
+# whole runs
+# ------------------------------------------------------------------------------------------------------------------------
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<eos>{% else %}{% set said = m.content.split('</think>')[-1] %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<eos>{% else %}{% set said = "
+    "m.content.split('</think>')[-1] %}"
     "{{ said[1:] if 1 < said | length < 6 else said }}p{% endif %}{% endfor %}"
 )
 """Leaves the first letter of earlier responses out."""
@@ -367,7 +446,10 @@ class Nagging(MessageEnv):
 
 def nagging(algorithm: str, run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
     config = make_config(algorithm, run_dir, model, data, max_rollout_turns=3, val_at_start=False, **section)
-    config["policy"] |= {"max_total_sequence_length": 40, "tokenizer": {"name": model, "chat_template": TEMPLATE}}
+    config["policy"] |= {
+        "max_total_sequence_length": 40,
+        "tokenizer": {"name": model, "chat_template": TEMPLATE},
+    }
     config["policy"]["generation"] |= {"max_new_tokens": 5, "stop_token_ids": [*range(1, 32, 3)]}
     config["env"] = {"environment": f"{OWN}:Nagging"}
     config["logger"] = {"samples": {"period": 1}}
@@ -402,7 +484,9 @@ class Watched(PolicyMaker):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "grpo-sequences", "grpo-dynamic", "ppo", "distillation"])
-def test_runs_train_on_segments(algorithm: str, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_train_on_segments(
+    algorithm: str, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, _, kind = algorithm.partition("-")
     section = {"use_dynamic_sampling": True, "batch_multiplier": 1.5} if kind == "dynamic" else {}
 
@@ -413,23 +497,35 @@ def test_runs_train_on_segments(algorithm: str, tmp_path: Path, model: str, data
         return made
 
     makers, given = Watched(), list[BatchedDataDict[Any]]()
-    monkeypatch.setattr(segment_rows, "global_batches", lambda batch, *sizes: (given.append(batch), global_batches(batch, *sizes))[1])
+    monkeypatch.setattr(
+        segment_rows,
+        "global_batches",
+        lambda batch, *sizes: (given.append(batch), global_batches(batch, *sizes))[1],
+    )
     assert run(config(tmp_path / "a"), makers) == 0
     logged = rows(tmp_path / "a")
     assert all(row["train/segments"] > 1 and row["train/turns"] >= row["train/segments"] for row in logged)
     sizes = {gbs for _, gbs in makers.trained}
     assert None not in sizes and all(size % 2 == 0 for size in sizes if size is not None)
     for batch, _ in makers.trained:
-        assert "response" not in batch and (batch["response_tokens"] >= under_mask(batch)[:, 1:].sum(dim=1)).all()
+        assert (
+            "response" not in batch
+            and (batch["response_tokens"] >= under_mask(batch)[:, 1:].sum(dim=1)).all()
+        )
     assert {row["train/global_valid_seqs"] for row in logged} == {6.0}, "normalisers do not count responses"
     for batch in given if name == "grpo" else ():
         of_response: dict[int, set[float]] = {}
-        for response, advantages in zip(batch["response"].tolist(), batch["advantages"].tolist(), strict=True):
+        for response, advantages in zip(
+            batch["response"].tolist(), batch["advantages"].tolist(), strict=True
+        ):
             of_response.setdefault(response, set()).update(advantages)
         assert len(of_response) == 12 and all(len(found) == 1 for found in of_response.values())
     samples = read_samples(tmp_path / "a" / "samples" / "train_step_1.jsonl")
     segmented = next(row for row in samples if any("segment" in turn for turn in row["turns"]))
-    assert [turn["role"] for turn in segmented["turns"]] == ["assistant", *["environment", "assistant"] * (len(segmented["turns"]) // 2)]
+    assert [turn["role"] for turn in segmented["turns"]] == [
+        "assistant",
+        *["environment", "assistant"] * (len(segmented["turns"]) // 2),
+    ]
     assert sum(turn.get("reward", 0) for turn in segmented["turns"]) == pytest.approx(segmented["reward"])
     stopped = config(tmp_path / "b")
     stopped[name] |= {"max_num_steps": 2}
@@ -442,10 +538,21 @@ def test_runs_train_on_segments(algorithm: str, tmp_path: Path, model: str, data
 def test_rewards_stand_at_the_turns_that_they_are_of(
     by_turn: bool, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a discount, and without the critic's word, a token's return is all that is rewarded from it on."""
+    """Without a discount, and without the critic's word, a token's return is all that is rewarded from it
+    on."""
     sampled, makers = list[Any](), Watched()
-    monkeypatch.setattr(segment_rows, "rows_of_segments", lambda *given: (sampled.append(rows_of_segments(*given)), sampled[-1])[1])
-    own = {"gae_gamma": 1.0, "gae_lambda": 1.0, "rewards_by_turn": by_turn, "max_num_steps": 1, "val_period": 0}
+    monkeypatch.setattr(
+        segment_rows,
+        "rows_of_segments",
+        lambda *given: (sampled.append(rows_of_segments(*given)), sampled[-1])[1],
+    )
+    own = {
+        "gae_gamma": 1.0,
+        "gae_lambda": 1.0,
+        "rewards_by_turn": by_turn,
+        "max_num_steps": 1,
+        "val_period": 0,
+    }
     assert run(nagging("ppo", tmp_path, model, data, **own), makers) == 0
     [rollouts] = sampled
     columns = {tuple(ids[:length].tolist()): row for row, (ids, length) in _sequences(rollouts.samples)}
@@ -459,7 +566,9 @@ def test_rewards_stand_at_the_turns_that_they_are_of(
         response = samples["response"] == samples["response"][row]
         later = response & (torch.arange(len(response)) > row)
         for token in (of_critic["token_mask"][place] != 0).nonzero().squeeze(1).tolist():
-            to_come = float(samples["token_rewards"][row, token:].sum() + samples["token_rewards"][later].sum())
+            to_come = float(
+                samples["token_rewards"][row, token:].sum() + samples["token_rewards"][later].sum()
+            )
             expected = to_come if by_turn else float(samples["reward"][row])
             assert float(of_critic["returns"][place, token]) == pytest.approx(expected, abs=1e-5)
             tried.add(round(expected, 4))

@@ -87,7 +87,9 @@ def samples() -> BatchedDataDict[Any]:
     )
 
 
-def check_of(engines: Engines, policy: Scorer, sequences: int = 8, on_difference: str = "stop") -> ServedCheck:
+def check_of(
+    engines: Engines, policy: Scorer, sequences: int = 8, on_difference: str = "stop"
+) -> ServedCheck:
     section: Any = {"sequences": sequences, "on_difference": on_difference}
     check = ServedCheck(section, policy, engines, "float32", seed=1)  # type: ignore[arg-type]
     check.check()

@@ -1,4 +1,5 @@
-"""Several rewards of a sample: weights, parts, what cannot be scored, what judges right from wrong, environments with names."""
+"""Several rewards of a sample: weights, parts, what cannot be scored, what judges right from wrong,
+environments with names."""
 
 from __future__ import annotations
 
@@ -65,17 +66,32 @@ def made() -> Iterator[list[Any]]:
 
 
 def section(rewards: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    defaults = {"environment": "single_turn", "strip": True, "processes": 2, "timeout_s": 1.0, "on_error": "mask", "on_timeout": "zero"}
+    defaults = {
+        "environment": "single_turn",
+        "strip": True,
+        "processes": 2,
+        "timeout_s": 1.0,
+        "on_error": "mask",
+        "on_timeout": "zero",
+    }
     return {**defaults, "options": {}, "reward": None, "rewards": rewards, **changes}
 
 
-def turn(responses: Sequence[str], answer: str = "abc", names: Sequence[str | None] = (), prompts: Sequence[str] = ()) -> Turn:
+def turn(
+    responses: Sequence[str],
+    answer: str = "abc",
+    names: Sequence[str | None] = (),
+    prompts: Sequence[str] = (),
+) -> Turn:
     """A batch; a response has as many tokens as characters."""
     names = names or [None] * len(responses)
     records: list[Any] = [
-        SimpleNamespace(index=row, answer=answer, env_name=name, fields={"level": "hard"}) for row, name in enumerate(names)
+        SimpleNamespace(index=row, answer=answer, env_name=name, fields={"level": "hard"})
+        for row, name in enumerate(names)
     ]
-    return Turn(records, responses, [[5] * len(response) for response in responses], [None] * len(responses), prompts)
+    return Turn(
+        records, responses, [[5] * len(response) for response in responses], [None] * len(responses), prompts
+    )
 
 
 def test_a_sample_gets_the_sum_of_rewards_times_weights(users: str, made: list[Any]) -> None:
@@ -88,7 +104,12 @@ def test_a_sample_gets_the_sum_of_rewards_times_weights(users: str, made: list[A
             section(
                 {
                     "vowels": {"reward": f"{users}vowels", "weight": weights["vowels"]},
-                    "short": {"reward": "overlong", "weight": weights["short"], "max_response_length": 9, "overlong_buffer_length": 4},
+                    "short": {
+                        "reward": "overlong",
+                        "weight": weights["short"],
+                        "max_response_length": 9,
+                        "overlong_buffer_length": 4,
+                    },
                     "right": {"reward": "exact_match", "weight": weights["right"]},
                 }
             )
@@ -114,23 +135,35 @@ def test_a_sample_gets_the_sum_of_rewards_times_weights(users: str, made: list[A
 
 
 @slow
-def test_what_cannot_be_scored_is_masked_and_what_takes_too_long_scores_0(users: str, made: list[Any]) -> None:
+def test_what_cannot_be_scored_is_masked_and_what_takes_too_long_scores_0(
+    users: str, made: list[Any]
+) -> None:
     rewards = {"right": {"reward": "exact_match"}, "vowels": {"reward": f"{users}vowels", "weight": 0.5}}
     made.append(SingleTurn(section(rewards)))
     result = made[0].step(turn(["abc", "raises", "sleeps", "aie"]))
-    assert (list(result.rewards), list(result.masked)) == ([1 + 0.5 / 3, 0.0, 0.0, 0.5], [False, True, False, False])
+    assert (list(result.rewards), list(result.masked)) == (
+        [1 + 0.5 / 3, 0.0, 0.0, 0.5],
+        [False, True, False, False],
+    )
     assert result.parts == {"right": [1.0, None, 0.0, 0.0], "vowels": [1 / 3, None, 0.0, 1.0]}
     assert result.metrics == {
         **{"reward_errors": 1, "reward_errors/right": 0, "reward_errors/vowels": 1},
         **{"reward_timeouts": 1, "reward_timeouts/right": 0, "reward_timeouts/vowels": 1},
     }
     # the other rewards of a sample that took too long count
-    made.append(SingleTurn(section({**rewards, "long": {"reward": "length", "weight": -1.0, "max_response_length": 12}})))
+    made.append(
+        SingleTurn(
+            section({**rewards, "long": {"reward": "length", "weight": -1.0, "max_response_length": 12}})
+        )
+    )
     assert made[1].step(turn(["sleeps"])).rewards == [0.5]
 
 
-def test_a_function_that_keeps_failing_is_said_in_a_line_a_batch(users: str, made: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """The first ones one by one, with what becomes of a policy whose bad responses are left out; once, and not of a built-in reward."""
+def test_a_function_that_keeps_failing_is_said_in_a_line_a_batch(
+    users: str, made: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first ones one by one, with what becomes of a policy whose bad responses are left out; once, and
+    not of a built-in reward."""
     made.append(SingleTurn(section(reward=f"{users}vowels")))
     made[0].step(turn(["a", "raises", "raises"]))
     assert (len(caplog.messages), caplog.text.count("neither rewarded nor punished")) == (3, 1)
@@ -138,11 +171,17 @@ def test_a_function_that_keeps_failing_is_said_in_a_line_a_batch(users: str, mad
     made[0].step(turn(["raises", "a", "raises", "raises"]))
     assert caplog.messages == [
         caplog.messages[0],
-        "2 further rewards of this batch could not be computed, the first of record 2: KeyError: 'abc' (users.py, line 6)",
+        (
+            "2 further rewards of this batch could not be computed, the first of record 2: KeyError: 'abc' "
+            "(users.py, line 6)"
+        ),
     ]
     caplog.clear()
     made[0].step(turn(["a", "raises"]))
-    said = "1 rewards of this batch could not be computed, the first of record 1: KeyError: 'abc' (users.py, line 6)"
+    said = (
+        "1 rewards of this batch could not be computed, the first of record 1: KeyError: 'abc' "
+        "(users.py, line 6)"
+    )
     assert caplog.messages == [said], "none was told one by one before"
 
 
@@ -150,7 +189,10 @@ def test_each_reward_may_take_its_own_time(users: str, made: list[Any], tmp_path
     """The limit of one is above what the other has in all, alarm and moment of grace included."""
     path = tmp_path / "slow.py"
     path.write_text("import time\ndef slow(response, answer):\n    time.sleep(1.5)\n    return 1.0\n")
-    rewards = {"hasty": {"reward": f"{path}:slow", "timeout_s": 0.2}, "patient": {"reward": f"{path}:slow", "timeout_s": 60.0}}
+    rewards = {
+        "hasty": {"reward": f"{path}:slow", "timeout_s": 0.2},
+        "patient": {"reward": f"{path}:slow", "timeout_s": 60.0},
+    }
     made.append(SingleTurn(section(rewards)))
     assert made[0].step(turn(["a"])).parts == {"hasty": [0.0], "patient": [1.0]}
 
@@ -161,12 +203,15 @@ def test_a_run_in_which_nothing_can_be_scored_ends(users: str, made: list[Any]) 
         assert made[0].step(turn(batch)).masked == [response == "raises" for response in batch]
     with pytest.raises(
         RewardError,
-        match=r"no response of 3 batches in a row could be scored; .* first fault is: KeyError: 'abc' \(users\.py, line 6\)\. Fix",
+        match=r"no response of 3 batches in a row could be scored; .* first fault is: KeyError: 'abc' "
+        r"\(users\.py, line 6\)\. Fix",
     ):
         made[0].step(turn(["raises"]))
 
 
-def test_a_function_of_prompt_response_and_record(users: str, made: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_of_prompt_response_and_record(
+    users: str, made: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     made.append(SingleTurn(section(reward=f"{users}judged")))
     result = made[0].step(turn(["hard", "easy", "acc", "none"], prompts=["1234", "12", "", ""]))
     assert (list(result.rewards), list(result.masked)) == ([4.0, 1.0, 0.0, 0.0], [False, False, True, True])
@@ -198,7 +243,18 @@ def test_prompts_are_decoded_where_a_reward_reads_them(users: str, made: list[An
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"), [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (10**6, -1.0)]
+    ("length", "penalty"),
+    [
+        (0, 0.0),
+        (79, 0.0),
+        (80, 0.0),
+        (81, -0.05),
+        (90, -0.5),
+        (99, -0.95),
+        (100, -1.0),
+        (101, -1.0),
+        (10**6, -1.0),
+    ],
 )
 def test_overlong_penalty(length: int, penalty: float) -> None:
     """Equation 13 with L_max = 100 and L_cache = 20."""
@@ -223,8 +279,17 @@ def test_each_record_meets_the_environment_that_it_names(users: str, made: list[
         "own": section(reward=f"{users}judged"),
     }
     made.append(make_environment({**section(), **named}))
-    result = made[0].step(turn(["abc", "hard", "raises", "aie"], names=["words", "own", "words", "words"], prompts=["1", "22", "333", "4"]))
-    assert (list(result.rewards), list(result.masked)) == ([1 + 1 / 3, 1.0, 0.0, 1.0], [False, False, True, False])
+    result = made[0].step(
+        turn(
+            ["abc", "hard", "raises", "aie"],
+            names=["words", "own", "words", "words"],
+            prompts=["1", "22", "333", "4"],
+        )
+    )
+    assert (list(result.rewards), list(result.masked)) == (
+        [1 + 1 / 3, 1.0, 0.0, 1.0],
+        [False, False, True, False],
+    )
     assert {name: list(column) for name, column in result.parts.items()} == {
         "words": [1 + 1 / 3, None, 0.0, 1.0],
         "words/right": [1.0, None, None, 0.0],
@@ -233,7 +298,9 @@ def test_each_record_meets_the_environment_that_it_names(users: str, made: list[
     }
     assert list(result.accuracies) == [1.0, 1.0, 0.0, 0.0]
     assert (result.metrics["reward_errors"], result.metrics["reward_errors/vowels"]) == (1, 1)
-    with pytest.raises(RewardError, match=r"record 0 names the environment 'other', and there are words, own\. Fix"):
+    with pytest.raises(
+        RewardError, match=r"record 0 names the environment 'other', and there are words, own\. Fix"
+    ):
         made[0].step(turn(["a"], names=["other"]))
     with pytest.raises(RewardError, match=r"record 0 names the environment None"):
         made[0].step(turn(["a"]))
@@ -257,7 +324,11 @@ def answered(result: EnvironmentReturn, row: int) -> Episode:
 def test_parts_and_accuracies_become_columns_and_means() -> None:
     nan = float("nan")
     result = EnvironmentReturn(
-        [1.0, 0.0, 2.0], [True] * 3, [False, True, False], accuracies=[1.0, None, 0.0], parts={"a": [3.0, None, 4.0]}
+        [1.0, 0.0, 2.0],
+        [True] * 3,
+        [False, True, False],
+        accuracies=[1.0, None, 0.0],
+        parts={"a": [3.0, None, 4.0]},
     )
     columns = collector._further_columns([answered(result, row) for row in range(3)])
     assert {name: column.tolist() for name, column in columns.items()} == {
@@ -268,9 +339,14 @@ def test_parts_and_accuracies_become_columns_and_means() -> None:
     first["masked"], first["reward/a"][1] = torch.tensor([False, True, False]), 100.0
     second["reward/a"], second["reward/b"] = torch.tensor([5.0, nan]), torch.tensor([nan, nan])
     assert collector.part_metrics([first, second]) == {"reward/a": 4.0}
-    assert collector.accuracies_of(first).tolist()[0] == 1.0 and collector.accuracies_of(second).tolist() == [1.0, 0.5]
+    assert collector.accuracies_of(first).tolist()[0] == 1.0 and collector.accuracies_of(second).tolist() == [
+        1.0,
+        0.5,
+    ]
     with pytest.raises(BatchError, match=r"returned 1 numbers of reward/a for 3 responses"):
-        collector._further_columns([answered(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 0)])
+        collector._further_columns(
+            [answered(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 0)]
+        )
 
 
 WRONG: list[tuple[dict[str, Any], str]] = read_table("several_rewards.yaml")["wrong"]
@@ -286,11 +362,24 @@ def test_rewards_that_make_no_sense_are_refused(env: dict[str, Any], message: st
 
 def test_an_environment_with_a_name_has_what_stands_around_it() -> None:
     config = raw_grpo()
-    config["env"] = {"timeout_s": 7.0, "num_workers": 3, "math": {"num_workers": 2}, "short": {"rewards": {"exact_match": {"weight": 2}}}}
+    config["env"] = {
+        "timeout_s": 7.0,
+        "num_workers": 3,
+        "math": {"num_workers": 2},
+        "short": {"rewards": {"exact_match": {"weight": 2}}},
+    }
     filled = complete(config)["env"]
     assert check(complete(config)) == []
-    assert (filled["math"]["reward"], filled["math"]["processes"], filled["math"]["timeout_s"]) == ("math", 2, 7.0)
-    assert (filled["short"]["reward"], filled["short"]["processes"], filled["short"]["on_error"]) == (None, 3, "zero")
+    assert (filled["math"]["reward"], filled["math"]["processes"], filled["math"]["timeout_s"]) == (
+        "math",
+        2,
+        7.0,
+    )
+    assert (filled["short"]["reward"], filled["short"]["processes"], filled["short"]["on_error"]) == (
+        None,
+        3,
+        "zero",
+    )
 
 
 def test_a_spec_has_the_options_of_its_reward_alone() -> None:
@@ -305,7 +394,9 @@ def test_a_run_with_two_rewards_says_the_mean_of_each(tmp_path: Path, model: str
     path.write_text("def first(prompt, response, record):\n    return float(response[:1] == prompt[:1])\n")
     config = make_config("grpo", tmp_path / "run", model, data, max_num_steps=2)
     short = {"reward": "length", "weight": 0.25, "max_response_length": 3}
-    config["env"] = {"sums": {"rewards": {"first": {"reward": f"{path}:first", "weight": 2.0}, "short": short}}}
+    config["env"] = {
+        "sums": {"rewards": {"first": {"reward": f"{path}:first", "weight": 2.0}, "short": short}}
+    }
     config["checkpointing"]["enabled"] = False
     assert run(config, PolicyMaker()) == 0
     logged = rows(tmp_path / "run")
@@ -313,8 +404,13 @@ def test_a_run_with_two_rewards_says_the_mean_of_each(tmp_path: Path, model: str
     validation = [row for row in logged if "validation/accuracy" in row]
     assert len(train) == 2 and validation
     for row in train:
-        assert row["train/reward"] == pytest.approx(2 * row["train/reward/sums/first"] + 0.25 * row["train/reward/sums/short"], abs=1e-6)
-        assert row["train/reward"] == pytest.approx(row["train/reward/sums"]) and -1 <= row["train/reward/sums/short"] < 0
+        assert row["train/reward"] == pytest.approx(
+            2 * row["train/reward/sums/first"] + 0.25 * row["train/reward/sums/short"], abs=1e-6
+        )
+        assert (
+            row["train/reward"] == pytest.approx(row["train/reward/sums"])
+            and -1 <= row["train/reward/sums/short"] < 0
+        )
         assert row["train/accuracy"] == pytest.approx(row["train/reward/sums/first"])
         assert row["train/reward_errors"] == row["train/reward_errors/first"] == 0
     for row in validation:
@@ -322,8 +418,14 @@ def test_a_run_with_two_rewards_says_the_mean_of_each(tmp_path: Path, model: str
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_rewards_read_special_tokens_where_they_are_kept(tmp_path: Path, made: list[SingleTurn], keeps: bool) -> None:
-    (tmp_path / "ends.py").write_text("def reward(prompt, response):\n    return float(prompt[-3:] + response == '<s>7<|im_end|>')\n")
+def test_rewards_read_special_tokens_where_they_are_kept(
+    tmp_path: Path, made: list[SingleTurn], keeps: bool
+) -> None:
+    (tmp_path / "ends.py").write_text(
+        "def reward(prompt, response):\n    return float(prompt[-3:] + response == '<s>7<|im_end|>')\n"
+    )
     made.append(SingleTurn(section(reward=f"{tmp_path}/ends.py:reward", keep_special_tokens=keeps)))
-    turn = Turn([SimpleNamespace(answer="7", index=0)], ["7"], [[1]], [None], ["2+5?"], ["7<|im_end|>"], ["2+5?<s>"])
+    turn = Turn(
+        [SimpleNamespace(answer="7", index=0)], ["7"], [[1]], [None], ["2+5?"], ["7<|im_end|>"], ["2+5?<s>"]
+    )
     assert made[0].step(turn).rewards == [float(keeps)]

@@ -1,4 +1,5 @@
-"""Checkpoints that are signed: whatever somebody without the key changes in one, it is passed over by name, and so do the converters."""
+"""Checkpoints that are signed: whatever somebody without the key changes in one, it is passed over by name,
+and so do the converters."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ def write_key(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def manager(directory: Path, key_file: Path | None, **changes: Any) -> CheckpointManager:
-    return CheckpointManager({"checkpoint_dir": directory, "signing_key_file": None if key_file is None else str(key_file), **changes})
+    return CheckpointManager(
+        {
+            "checkpoint_dir": directory,
+            "signing_key_file": None if key_file is None else str(key_file),
+            **changes,
+        }
+    )
 
 
 def save(target: CheckpointManager, step: int) -> Path:
@@ -53,10 +60,13 @@ def save(target: CheckpointManager, step: int) -> Path:
 
 
 def rewritten(root: Path, **changes: Any) -> None:
-    """A manifest that fits the files that are there, as anybody can write one, with its signature kept where that is not changed."""
+    """A manifest that fits the files that are there, as anybody can write one, with its signature kept where
+    that is not changed."""
     kept = json.loads((root / MANIFEST_NAME).read_text())["signature"]
     manifest = {**write_manifest(root), "signature": kept, **changes}
-    (root / MANIFEST_NAME).write_text(json.dumps({name: value for name, value in manifest.items() if value is not None}))
+    (root / MANIFEST_NAME).write_text(
+        json.dumps({name: value for name, value in manifest.items() if value is not None})
+    )
 
 
 def flipped(path: Path) -> None:
@@ -96,11 +106,23 @@ TAMPERED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "letters outside of ASCII": (lambda root: rewritten(root, signature="hmac-sha256:ä"), "not by the key"),
     "signature of another key": (of_another_key, "not by the key"),
     "another digit": (lambda root: flipped_signature(root), "not by the key"),
-    "weights, manifest rewritten": (lambda root: (flipped(root / "policy/weights/__0_0.distcp"), rewritten(root)), "not by the key"),
-    "index, manifest rewritten": (lambda root: (flipped(root / "policy/weights/.metadata"), rewritten(root)), "not by the key"),
-    "where training stood": (lambda root: (flipped(root / "training_info.json"), rewritten(root)), "not by the key"),
+    "weights, manifest rewritten": (
+        lambda root: (flipped(root / "policy/weights/__0_0.distcp"), rewritten(root)),
+        "not by the key",
+    ),
+    "index, manifest rewritten": (
+        lambda root: (flipped(root / "policy/weights/.metadata"), rewritten(root)),
+        "not by the key",
+    ),
+    "where training stood": (
+        lambda root: (flipped(root / "training_info.json"), rewritten(root)),
+        "not by the key",
+    ),
     "configuration": (lambda root: (flipped(root / "config.yaml"), rewritten(root)), "not by the key"),
-    "a file removed, manifest rewritten": (lambda root: ((root / "config.yaml").unlink(), rewritten(root)), "not by the key"),
+    "a file removed, manifest rewritten": (
+        lambda root: ((root / "config.yaml").unlink(), rewritten(root)),
+        "not by the key",
+    ),
     "a file added, manifest rewritten": (lambda root: (other_file(root), rewritten(root)), "not by the key"),
     "a file added": (other_file, "which is signed"),
     "files exchanged": (moved_files, "not by the key"),
@@ -123,7 +145,10 @@ def test_what_somebody_without_the_key_changes_is_named_and_an_earlier_one_taken
     directory = tmp_path / "checkpoints"
     writer = manager(directory, key_file)
     earlier, root = save(writer, 1), save(writer, 2)
-    assert verify(root, key=KEY.encode()) == [] and manager(directory, key_file).get_latest_checkpoint_path() == root
+    assert (
+        verify(root, key=KEY.encode()) == []
+        and manager(directory, key_file).get_latest_checkpoint_path() == root
+    )
     tamper, said = TAMPERED[tampered]
     tamper(root)
     problems = verify(root, key=KEY.encode())
@@ -138,7 +163,10 @@ def test_what_somebody_without_the_key_changes_is_named_and_an_earlier_one_taken
 
 
 def test_without_a_key_nothing_changes(tmp_path: Path, key_file: Path) -> None:
-    plain, signed = save(manager(tmp_path / "plain", None), 1), save(manager(tmp_path / "signed", key_file), 1)
+    plain, signed = (
+        save(manager(tmp_path / "plain", None), 1),
+        save(manager(tmp_path / "signed", key_file), 1),
+    )
     with_it, without = (json.loads((each / MANIFEST_NAME).read_text()) for each in (signed, plain))
     assert with_it.pop("signature").startswith("hmac-sha256:") and with_it == without
     assert manager(tmp_path / "signed", None).get_latest_checkpoint_path() == signed
@@ -149,7 +177,11 @@ def test_the_signature_is_that_of_openssl(tmp_path: Path, key_file: Path) -> Non
     """Computed from the file by another program."""
     root = save(manager(tmp_path / "checkpoints", key_file), 3)
     manifest = json.loads((root / MANIFEST_NAME).read_text())
-    signed = json.dumps({name: manifest[name] for name in ("algorithm", "files", "version")}, sort_keys=True, separators=(",", ":"))
+    signed = json.dumps(
+        {name: manifest[name] for name in ("algorithm", "files", "version")},
+        sort_keys=True,
+        separators=(",", ":"),
+    )
     done = subprocess.run(
         ["openssl", "dgst", "-sha256", "-hmac", KEY],
         input=b"megarl checkpoint manifest\n" + signed.encode(),
@@ -173,7 +205,9 @@ def test_the_signature_is_that_of_openssl(tmp_path: Path, key_file: Path) -> Non
         (lambda path: None, "No such file"),
     ],
 )
-def test_a_key_that_others_may_read_or_that_is_none_is_refused(make: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
+def test_a_key_that_others_may_read_or_that_is_none_is_refused(
+    make: Callable[[Path], Any], said: str, tmp_path: Path
+) -> None:
     make(tmp_path / "key")
     with pytest.raises(ConfigError, match=rf"checkpointing\.signing_key_file = .*({said})"):
         read_signing_key(str(tmp_path / "key"))
@@ -183,7 +217,11 @@ def test_a_key_that_others_may_read_or_that_is_none_is_refused(make: Callable[[P
 
 
 def test_blanks_around_a_key_do_not_count(tmp_path: Path) -> None:
-    assert read_key(write_key(tmp_path / "key", f"  {KEY} \n")) == KEY.encode() == read_key(write_key(tmp_path / "key", KEY, 0o400))
+    assert (
+        read_key(write_key(tmp_path / "key", f"  {KEY} \n"))
+        == KEY.encode()
+        == read_key(write_key(tmp_path / "key", KEY, 0o400))
+    )
 
 
 def test_pruning_counts_signed_checkpoints_alone(tmp_path: Path, key_file: Path) -> None:
@@ -214,7 +252,9 @@ def test_a_checkpoint_that_is_written_beside_the_steps_is_signed(tmp_path: Path,
 def test_status_says_which_one_a_resume_would_take(tmp_path: Path, key_file: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     config = (run_dir / "config.yaml").read_text()
-    (run_dir / "config.yaml").write_text(config.replace("checkpointing:\n", f"checkpointing:\n  signing_key_file: {key_file}\n"))
+    (run_dir / "config.yaml").write_text(
+        config.replace("checkpointing:\n", f"checkpointing:\n  signing_key_file: {key_file}\n")
+    )
     own = save(manager(run_dir / "checkpoints", key_file), 1)
     save(manager(run_dir / "checkpoints", None), 2)
     state = read_run_state(run_dir).checkpoint
@@ -242,7 +282,9 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     with pytest.raises(ConversionError, match="bears no signature"):
         converted(["export", str(root), str(tmp_path / "out"), *key])
     manifest = json.loads((root / MANIFEST_NAME).read_text())
-    (root / MANIFEST_NAME).write_text(json.dumps({**manifest, "signature": signature_of(manifest, KEY.encode())}))
+    (root / MANIFEST_NAME).write_text(
+        json.dumps({**manifest, "signature": signature_of(manifest, KEY.encode())})
+    )
     # the optimizer's state is not read by it
     flipped(root / "policy" / "optimizer" / "state")
     assert converted(["export", str(root), str(tmp_path / "out"), *key]) == 0
@@ -255,7 +297,11 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
         converted(["inspect", str(root), "--signing-key", str(write_key(tmp_path / "other", "e7" * 32))])
     shard = next((root / "policy" / "weights").glob("*.distcp"))
     flipped(shard)
-    for command in (["export", str(root), str(tmp_path / "again")], ["verify", str(model), str(root)], ["plan", str(root)]):
+    for command in (
+        ["export", str(root), str(tmp_path / "again")],
+        ["verify", str(model), str(root)],
+        ["plan", str(root)],
+    ):
         with pytest.raises(ConversionError, match=rf"{shard.name} has other bytes"):
             converted([*command, *key])
     assert not (tmp_path / "again").exists()

@@ -17,9 +17,20 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import NonFiniteError
 
 BATCH = BatchedDataDict(
-    {"input_ids": torch.arange(35).reshape(7, 5), "advantages": torch.tensor([[math.nan] * 5] * 7), "texts": list("abcdefg")}
+    {
+        "input_ids": torch.arange(35).reshape(7, 5),
+        "advantages": torch.tensor([[math.nan] * 5] * 7),
+        "texts": list("abcdefg"),
+    }
 )
-SEEN = {"rank": 3, "place": "pp0 dp1 cp0 tp1", "data_rank": 1, "micro_batch": 2, "rows": [4, 5], "quantity": "loss"}
+SEEN = {
+    "rank": 3,
+    "place": "pp0 dp1 cp0 tp1",
+    "data_rank": 1,
+    "micro_batch": 2,
+    "rows": [4, 5],
+    "quantity": "loss",
+}
 
 
 def found(*seen: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +90,9 @@ def test_nothing_is_kept_of_a_healthy_step_and_not_more_than_twenty(tmp_path: Pa
 
 
 @pytest.mark.parametrize("file", ["step_12.json", "step_12.safetensors"])
-def test_rows_that_have_no_room_cost_the_rows_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
+def test_rows_that_have_no_room_cost_the_rows_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
     if file.endswith(".json"):
         (tmp_path / file).symlink_to("/dev/full")
     else:

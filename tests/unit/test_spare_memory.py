@@ -1,4 +1,5 @@
-"""Memory that one bucket after another uses: never while somebody may still look at it, and no more of it than is used at once."""
+"""Memory that one bucket after another uses: never while somebody may still look at it, and no more of it
+than is used at once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan
+from megarl.models.engine.gather_stream import (
+    FullTensor,
+    GatherStream,
+    InFlightBucket,
+    SpareMemory,
+    UnshardPlan,
+)
 from megarl.weight_sync.manifest import BUCKET_BYTES, BUCKETS, LIST_BYTES, bucket_bytes, buffer_bytes
 from megarl.weight_sync.plan import Copy
 
@@ -33,7 +40,9 @@ def test_a_piece_is_used_again_if_it_is_large_enough_and_replaced_if_not() -> No
     assert not spare._pieces and spare.empty(0, torch.float32, CPU).shape == (0,)
 
 
-def arrivals(lengths: list[int], spare: SpareMemory, copied: list[bool], pieces: set[int]) -> Iterator[InFlightBucket]:
+def arrivals(
+    lengths: list[int], spare: SpareMemory, copied: list[bool], pieces: set[int]
+) -> Iterator[InFlightBucket]:
     """Of one tensor an element; each lies among the shards, or has to be copied out of them."""
     for number, length in enumerate(lengths):
         shards = spare.empty(2 * length, torch.float32, CPU)
@@ -46,8 +55,12 @@ def arrivals(lengths: list[int], spare: SpareMemory, copied: list[bool], pieces:
         yield InFlightBucket(UnshardPlan(wholes), shards.view(2, length), None, spare)
 
 
-@given(st.lists(st.integers(1, 5), max_size=12), st.integers(0, 2**32), st.sampled_from(["take", "next", "both"]))
-def test_what_is_handed_out_stays_as_it_is_whatever_comes_later(lengths: list[int], seed: int, way: str) -> None:
+@given(
+    st.lists(st.integers(1, 5), max_size=12), st.integers(0, 2**32), st.sampled_from(["take", "next", "both"])
+)
+def test_what_is_handed_out_stays_as_it_is_whatever_comes_later(
+    lengths: list[int], seed: int, way: str
+) -> None:
     draw = random.Random(seed)
     copied = [draw.random() < 0.5 for _ in lengths]
     gather_stream = GatherStream(arrivals(lengths, SpareMemory(), copied, set()))
@@ -71,7 +84,9 @@ def test_what_is_handed_out_stays_as_it_is_whatever_comes_later(lengths: list[in
 def test_many_buckets_of_parcels_take_the_memory_of_three() -> None:
     """Also where tensors are copied out of the shards, which then are free at once."""
     pieces: set[int] = set()
-    gather_stream = GatherStream(arrivals([4] * 20, SpareMemory(), [number % 3 == 0 for number in range(20)], pieces))
+    gather_stream = GatherStream(
+        arrivals([4] * 20, SpareMemory(), [number % 3 == 0 for number in range(20)], pieces)
+    )
     while gather_stream.take(3) is not None:
         pass
     assert len(pieces) <= 3
@@ -80,14 +95,18 @@ def test_many_buckets_of_parcels_take_the_memory_of_three() -> None:
 def test_the_configured_memory_is_divided_and_never_exceeded() -> None:
     gib = 0.125
     bucket = bucket_bytes(gib)
-    assert bucket == 8 * 2**20 and bucket_bytes(None) == BUCKET_BYTES == bucket_bytes(1.0) == bucket_bytes(100.0)
+    assert bucket == 8 * 2**20 and bucket_bytes(None) == BUCKET_BYTES == bucket_bytes(1.0) == bucket_bytes(
+        100.0
+    )
     lists = LIST_BYTES * 30_000
     slot = buffer_bytes(gib, 2, lists=lists, gathered=BUCKETS * bucket, largest=2**20)
     taken = BUCKETS * bucket + lists + 2 * 2**20
     assert 2 * slot + taken <= gib * 2**30 < 2 * (slot + 1) + taken
 
 
-@pytest.mark.parametrize(("largest", "expected"), [(100, 192), (300, 300), (450, 450), (451, 450), (10**6, 450)])
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(100, 192), (300, 300), (450, 450), (451, 450), (10**6, 450)]
+)
 def test_a_large_weight_gets_the_room_of_what_is_gathered(largest: int, expected: int) -> None:
     assert buffer_bytes(1000 / 2**30, 2, lists=100, gathered=500, largest=largest) == expected
     assert buffer_bytes(50 / 2**30, 2, lists=100, gathered=500, largest=largest) == 0

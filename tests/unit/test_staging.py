@@ -1,4 +1,5 @@
-"""Tensors that are copied to memory, and the files that another process makes of them: those that would have been written at once."""
+"""Tensors that are copied to memory, and the files that another process makes of them: those that would have
+been written at once."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ KINDS = ("whole", "transposed", "part", "every other", "repeated", "sizes of 1",
 
 
 def tensor_of(kind: str, dtype: torch.dtype, seed: int) -> Any:
-    """Five rows of seven in one form or another; every value differs from the others, and from those of another seed."""
+    """Five rows of seven in one form or another; every value differs from the others, and from those of
+    another seed."""
     if kind == "bytes":
         return io.BytesIO(bytes(range(seed % 200, seed % 200 + seed % 7)))
     values = (torch.arange(35) + seed).to(torch.float32).to(dtype).view(5, 7)
@@ -70,25 +72,41 @@ def tensor_of(kind: str, dtype: torch.dtype, seed: int) -> Any:
 def items_of(data: list[Any]) -> tuple[list[tuple[WriteItem, Any]], list[tuple[WriteItem, Any]]]:
     """What is no tensor, and the tensors."""
     pairs = [
-        (WriteItem(MetadataIndex(f"piece {n}"), WriteItemType.BYTE_IO if isinstance(each, io.BytesIO) else WriteItemType.TENSOR), each)
+        (
+            WriteItem(
+                MetadataIndex(f"piece {n}"),
+                WriteItemType.BYTE_IO if isinstance(each, io.BytesIO) else WriteItemType.TENSOR,
+            ),
+            each,
+        )
         for n, each in enumerate(data)
     ]
-    return [pair for pair in pairs if isinstance(pair[1], io.BytesIO)], [pair for pair in pairs if not isinstance(pair[1], io.BytesIO)]
+    return [pair for pair in pairs if isinstance(pair[1], io.BytesIO)], [
+        pair for pair in pairs if not isinstance(pair[1], io.BytesIO)
+    ]
 
 
 def as_dcp_writes(path: Path, data: list[Any]) -> list[WriteResult]:
     """Each tensor in memory of its own, as DCP has it."""
     plain, tensors = items_of(data)
-    alone = [(item, each if each.untyped_storage().nbytes() == each.nbytes else each.clone()) for item, each in tensors]
+    alone = [
+        (item, each if each.untyped_storage().nbytes() == each.nbytes else each.clone())
+        for item, each in tensors
+    ]
     transforms = FileSystemWriter(path.parent).transforms
     with path.open("wb") as file:
-        return [_write_item(transforms, file, each, item, NAME, SerializationFormat.TORCH_SAVE) for item, each in (*plain, *alone)]
+        return [
+            _write_item(transforms, file, each, item, NAME, SerializationFormat.TORCH_SAVE)
+            for item, each in (*plain, *alone)
+        ]
 
 
 def stage(buffer: StagingBuffer, directory: Path, data: list[Any]) -> list[WriteResult]:
     directory.mkdir(parents=True, exist_ok=True)
     plain, tensors = items_of(data)
-    return staged_results(buffer, directory / NAME, NAME, plain, [(item, staged(each)) for item, each in tensors])
+    return staged_results(
+        buffer, directory / NAME, NAME, plain, [(item, staged(each)) for item, each in tensors]
+    )
 
 
 def move_files(source: Path, target: Path) -> Any:
@@ -144,7 +162,12 @@ def test_memory_is_kept_from_save_to_save(buffer: StagingBuffer, tmp_path: Path)
     for rows in (3, 1, 9, 3):
         stage(buffer, tmp_path, [torch.ones(rows, 1000)])
         found.append(inode_and_size())
-    assert len({inode for inode, _ in found}) == 1 and [size for _, size in found] == [12032, 12032, 36032, 36032]
+    assert len({inode for inode, _ in found}) == 1 and [size for _, size in found] == [
+        12032,
+        12032,
+        36032,
+        36032,
+    ]
 
 
 RANK = """
@@ -187,12 +210,15 @@ def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path:
     rank.kill()
     rank.communicate()
     with pytest.raises(
-        CheckpointError, match=rf"the memory of process {rank.pid} that {NAME} is in cannot be opened: the process has ended"
+        CheckpointError,
+        match=rf"the memory of process {rank.pid} that {NAME} is in cannot be opened: the process has ended",
     ):
         open_staged(tmp_path / "memory")
 
 
-def test_memory_of_another_one_under_the_same_number_is_not_taken(buffer: StagingBuffer, tmp_path: Path) -> None:
+def test_memory_of_another_one_under_the_same_number_is_not_taken(
+    buffer: StagingBuffer, tmp_path: Path
+) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
     description = tmp_path / DESCRIPTION
     said = json.loads(description.read_text())
@@ -212,7 +238,8 @@ def test_a_full_disk_is_told(buffer: StagingBuffer, tmp_path: Path, length: int)
 
 
 def test_a_disk_that_has_room_for_the_beginning_is_told(buffer: StagingBuffer, tmp_path: Path) -> None:
-    """Of a tensor whose values do not go there torch itself says only that it is at another position than it thought."""
+    """Of a tensor whose values do not go there torch itself says only that it is at another position than it
+    thought."""
     stage(buffer, tmp_path / "memory", [torch.zeros(300_000)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -236,20 +263,26 @@ def test_dcp_tells_of_a_disk_that_has_room_for_the_beginning(tmp_path: Path) -> 
     assert isinstance(error, OSError) and error.errno == errno.EFBIG
 
 
-def test_an_archive_of_another_length_than_its_index_says_is_refused(buffer: StagingBuffer, tmp_path: Path) -> None:
+def test_an_archive_of_another_length_than_its_index_says_is_refused(
+    buffer: StagingBuffer, tmp_path: Path
+) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
     description = tmp_path / DESCRIPTION
     said = json.loads(description.read_text())
     said["pieces"][0]["length"] += 64
     description.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match=r"a tensor of __0_0\.distcp takes \d+ bytes, and its index says \d+"):
+    with pytest.raises(
+        CheckpointError, match=r"a tensor of __0_0\.distcp takes \d+ bytes, and its index says \d+"
+    ):
         move_files(tmp_path, tmp_path)
 
 
 def test_without_memory_it_is_not_begun(buffer: StagingBuffer, tmp_path: Path) -> None:
     with mock.patch.object(staging, "available_bytes", return_value=5000):
         stage(buffer, tmp_path, [torch.zeros(1000)])
-        with pytest.raises(CheckpointError, match="8000 bytes more of memory are needed to copy it, and 5000 are available"):
+        with pytest.raises(
+            CheckpointError, match="8000 bytes more of memory are needed to copy it, and 5000 are available"
+        ):
             stage(buffer, tmp_path / "more", [torch.zeros(3000)])
     assert not list((tmp_path / "more").iterdir())
 
@@ -284,7 +317,10 @@ def test_memory_is_given_back_where_a_checkpoint_is_written_at_once(tmp_path: Pa
 @pytest.mark.parametrize("content", ["plain text", "[]", "{}", '{"pieces": []}', "3"])
 def test_a_file_of_the_model_is_not_taken_for_one_of_ours(tmp_path: Path, content: str) -> None:
     (tmp_path / DESCRIPTION).write_text(content)
-    with pytest.raises(CheckpointError, match=r"is no file of megarl's. Fix: no file of the model may be called \*\.distcp\.staged"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is no file of megarl's. Fix: no file of the model may be called \*\.distcp\.staged",
+    ):
         open_staged(tmp_path)
     (tmp_path / DESCRIPTION).rename(tmp_path / "a.staged")
     assert open_staged(tmp_path) == {}
@@ -293,7 +329,10 @@ def test_a_file_of_the_model_is_not_taken_for_one_of_ours(tmp_path: Path, conten
 def test_a_process_that_may_not_be_looked_into_is_told_of(buffer: StagingBuffer, tmp_path: Path) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
     refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    with mock.patch.object(os, "open", side_effect=refused), pytest.raises(CheckpointError, match=r"Permission denied\. Fix: run driver"):
+    with (
+        mock.patch.object(os, "open", side_effect=refused),
+        pytest.raises(CheckpointError, match=r"Permission denied\. Fix: run driver"),
+    ):
         open_staged(tmp_path)
 
 
@@ -318,6 +357,8 @@ def test_what_a_library_prints_is_no_answer(buffer: StagingBuffer, tmp_path: Pat
         process.stdin.write(f"null\n{json.dumps(str(tmp_path))}\n".encode())
         process.stdin.flush()
         answers, beside = process.stdout.read().splitlines(), process.stderr.read()
-    assert process.returncode == 1 and json.loads(answers[-1]) == {"reason": "ZeroDivisionError: division by zero"}
+    assert process.returncode == 1 and json.loads(answers[-1]) == {
+        "reason": "ZeroDivisionError: division by zero"
+    }
     assert len(answers) == 2 and json.loads(answers[0])["kept_bytes"] > 0
     assert b"hello from a library" in beside

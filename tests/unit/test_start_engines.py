@@ -1,4 +1,5 @@
-"""Engines on the policy's devices start when it has left them, at a first start and on resume; both are played, in bytes of a device."""
+"""Engines on the policy's devices start when it has left them, at a first start and on resume; both are
+played, in bytes of a device."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ class PlayedEngine:
         self._device = device
         free = device.total - sum(device.used.values())
         if free < budget:
-            raise RuntimeError(f"free memory {free / GIB:.1f} GiB is less than the desired {budget / GIB:.1f} GiB")
+            raise RuntimeError(
+                f"free memory {free / GIB:.1f} GiB is less than the desired {budget / GIB:.1f} GiB"
+            )
         device.now("engine starts", "engine", budget)
 
     def finish_generation(self) -> bool:
@@ -100,7 +103,8 @@ class PlayedEngine:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], resumed: bool) -> tuple[Device, Any]:
-    """Start the engines of a run beside a policy that was built; returns the device after the stack was left, and the refit."""
+    """Start the engines of a run beside a policy that was built; returns the device after the stack was left,
+    and the refit."""
     facts = read_model_facts(config["policy"]["model_name"])
     assert facts is not None
     moments = ledger(config, facts, memory_of_run(config)[1])
@@ -121,7 +125,14 @@ def test_engines_start_when_the_policy_has_left_and_sleep_before_it_returns(
 ) -> None:
     config = colocated(name)
     device, refit = play(monkeypatch, config, resumed)
-    assert device.calls == ["built", "policy leaves", "engine starts", "engine sleeps", "policy returns", "engine ends"]
+    assert device.calls == [
+        "built",
+        "policy leaves",
+        "engine starts",
+        "engine sleeps",
+        "policy returns",
+        "engine ends",
+    ]
     assert refit.colocated and refit.stale
     facts = read_model_facts(config["policy"]["model_name"])
     assert facts is not None
@@ -145,13 +156,18 @@ def test_engines_apart_leave_the_policy_where_it_is(monkeypatch: pytest.MonkeyPa
     config = colocated("grpo-qwen2.5-7b-8gpu-megatron")
     monkeypatch.setattr(start, "generation_shape", lambda view: (1, 8))
     cluster = SimpleNamespace(shutdown=lambda: None, lost_nodes=list)
-    monkeypatch.setattr("megarl.distributed.virtual_cluster.RayVirtualCluster", lambda *args, **kwargs: cluster)
-    device, refit = play(monkeypatch, {**config, "cluster": {**config["cluster"], "device_memory_gib": 1000.0}}, resumed=True)
+    monkeypatch.setattr(
+        "megarl.distributed.virtual_cluster.RayVirtualCluster", lambda *args, **kwargs: cluster
+    )
+    device, refit = play(
+        monkeypatch, {**config, "cluster": {**config["cluster"], "device_memory_gib": 1000.0}}, resumed=True
+    )
     assert device.calls == ["built", "engine starts", "engine ends"] and not refit.colocated
 
 
 GIB_BY_MOMENT = {
-    # policy built at a first start and resumed, engine starts, sleeps, refit, generation, log-probabilities, training
+    # policy built at a first start and resumed, engine starts, sleeps, refit, generation, log-probabilities,
+    # training
     "grpo-qwen2.5-1.5b-1gpu-megatron": [15.4, 26.9, 49.0, 5.9, 10.2, 50.0, 11.5, 49.1],
     "grpo-qwen2.5-7b-8gpu-megatron": [26.7, 33.8, 49.9, 11.0, 28.2, 51.9, 15.3, 57.4],
     "grpo-llama3.1-70b-8x8gpu-megatron": [30.8, 39.0, 50.1, 12.3, 51.0, 54.0, 16.5, 56.1],
@@ -174,13 +190,21 @@ def test_the_ledger_by_hand() -> None:
     assert facts is not None
     [rank] = memory_of_run(config)[1]
     engine = EngineMemory(weights=15 * GIB, budget=48 * GIB, token=1, share="")
-    first, resumed, starts, sleeps, refit, generation, logprobs, training = device_ledger(config["policy"], rank, engine, facts)
+    first, resumed, starts, sleeps, refit, generation, logprobs, training = device_ledger(
+        config["policy"], rank, engine, facts
+    )
     share = -(-rank.parameters // 4)
-    assert resumed.total == CONTEXT_REST + 6 * rank.parameters + rank.optimizer and abs(rank.optimizer - 12 * share) < 12
+    assert (
+        resumed.total == CONTEXT_REST + 6 * rank.parameters + rank.optimizer
+        and abs(rank.optimizer - 12 * share) < 12
+    )
     # two moments of three float32 numbers
     assert abs(resumed.total - first.total - 8 * share) < 12
     vocabulary = 152_064 * 3584 * 2
-    assert (starts.total, sleeps.total) == (CONTEXT_REST + 48 * GIB, CONTEXT_REST + 2 * rank.parameters + ENGINE_REST)
+    assert (starts.total, sleeps.total) == (
+        CONTEXT_REST + 48 * GIB,
+        CONTEXT_REST + 2 * rank.parameters + ENGINE_REST,
+    )
     assert refit.total == sleeps.total + 15 * GIB + 3 * vocabulary
     assert generation.total == starts.total + 2 * vocabulary
     assert logprobs.total == sleeps.total + rank.scoring + 2 * vocabulary
@@ -196,4 +220,11 @@ def test_engines_elsewhere_and_policies_that_generate_have_no_ledger() -> None:
     ranks = memory_of_run(config)[1]
     generation = config["policy"]["generation"]
     for changed in ({"colocated": {"enabled": False}}, {"backend": "megatron"}):
-        assert ledger({**config, "policy": {**config["policy"], "generation": {**generation, **changed}}}, facts, ranks) == []
+        assert (
+            ledger(
+                {**config, "policy": {**config["policy"], "generation": {**generation, **changed}}},
+                facts,
+                ranks,
+            )
+            == []
+        )

@@ -1,5 +1,5 @@
-"""Formats of optimizer states: numbers that are read and written again stay, rounding is right on average, and a second moment that is not
-0 never becomes 0."""
+"""Formats of optimizer states: numbers that are read and written again stay, rounding is right on average,
+and a second moment that is not 0 never becomes 0."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ import torch
 from megarl.models.engine.state_formats import BLOCK, FORMATS, Blockwise, random_bits
 
 CPU = torch.device("cpu")
-LOW = [("exp_avg", "bfloat16"), ("exp_avg", "8bit"), ("exp_avg_sq", "bfloat16"), ("exp_avg_sq", "8bit"), ("master", "bfloat16")]
+LOW = [
+    ("exp_avg", "bfloat16"),
+    ("exp_avg", "8bit"),
+    ("exp_avg_sq", "bfloat16"),
+    ("exp_avg_sq", "8bit"),
+    ("master", "bfloat16"),
+]
 COUNT = 3 * BLOCK + 37
 
 
 def numbers(state: str, spread: float = 1.0) -> torch.Tensor:
     """Of many sizes in each block."""
     generator = torch.Generator().manual_seed(5)
-    values = torch.randn(COUNT, generator=generator) * torch.exp(spread * torch.randn(COUNT, generator=generator))
+    values = torch.randn(COUNT, generator=generator) * torch.exp(
+        spread * torch.randn(COUNT, generator=generator)
+    )
     return values.square() if state == "exp_avg_sq" else values
 
 
@@ -47,12 +55,15 @@ def test_slices_are_stored_as_the_whole(state: str, name: str) -> None:
 
 @pytest.mark.parametrize(("state", "name"), LOW)
 def test_rounding_is_right_on_average(state: str, name: str) -> None:
-    """The mean of many roundings lies within five standard errors, which follow from the distance of two numbers of the format."""
+    """The mean of many roundings lies within five standard errors, which follow from the distance of two
+    numbers of the format."""
     form, values, tries = FORMATS[state][name], numbers(state), 2000
     stored, total = form.zeros(COUNT, CPU), torch.zeros(COUNT, dtype=torch.float64)
     spacing = values.abs().double() / (128 if name == "bfloat16" else 8)
     if isinstance(form, Blockwise):
-        largest = torch.stack([block.abs().max() for block in values.split(BLOCK)]).repeat_interleave(BLOCK)[:COUNT]
+        largest = torch.stack([block.abs().max() for block in values.split(BLOCK)]).repeat_interleave(BLOCK)[
+            :COUNT
+        ]
         spacing += form.least * largest
         if state == "exp_avg_sq":  # smaller ones are rounded up
             values = torch.maximum(values, form.least * largest)
@@ -72,7 +83,9 @@ def test_a_second_moment_never_becomes_zero_and_zero_stays() -> None:
         form.write(stored, 0, values, bits)
         found = form.read(stored, 0, BLOCK)
         assert torch.equal(found > 0, values > 0) and found[0] == 1.0
-        assert (found >= values * 0.88).all() and (found <= torch.maximum(values * 1.13, torch.tensor(2.0**-31))).all()
+        assert (found >= values * 0.88).all() and (
+            found <= torch.maximum(values * 1.13, torch.tensor(2.0**-31))
+        ).all()
 
 
 def test_sizes_are_one_byte_and_a_scale_a_block() -> None:

@@ -86,7 +86,15 @@ def at(call: int, action: Callable[[], None]) -> Callable[[int], None]:
     ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
-    algorithm: str, step: int, way: str, tmp_path: Path, attempt: Path, model: str, data: str, whole: dict[str, Path], capfd: Any
+    algorithm: str,
+    step: int,
+    way: str,
+    tmp_path: Path,
+    attempt: Path,
+    model: str,
+    data: str,
+    whole: dict[str, Path],
+    capfd: Any,
 ) -> None:
     run_dir = tmp_path / "run"
     config = make_config(algorithm, run_dir, model, data)
@@ -105,7 +113,9 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("way", ["SIGUSR1", "file of the run"])
-def test_a_request_during_the_last_step_lets_the_run_end(way: str, tmp_path: Path, attempt: Path, model: str, data: str) -> None:
+def test_a_request_during_the_last_step_lets_the_run_end(
+    way: str, tmp_path: Path, attempt: Path, model: str, data: str
+) -> None:
     maker = PolicyMaker(at_call=at(STEPS, lambda: ask(way, tmp_path / "run", attempt)))
     assert run(make_config("sft", tmp_path / "run", model, data), maker) == 0
     assert (tmp_path / "run" / "hf").is_dir()
@@ -117,7 +127,9 @@ def test_a_file_that_lay_there_before_counts_for_nothing(tmp_path: Path, model: 
     assert run(make_config("sft", tmp_path, model, data), PolicyMaker()) == 0
 
 
-def test_a_request_of_the_launcher_before_the_first_step(tmp_path: Path, attempt: Path, model: str, data: str) -> None:
+def test_a_request_of_the_launcher_before_the_first_step(
+    tmp_path: Path, attempt: Path, model: str, data: str
+) -> None:
     (attempt / STOP_FILE).touch()
     maker = PolicyMaker()
     assert run(make_config("sft", tmp_path / "run", model, data), maker) == STOPPED
@@ -125,15 +137,21 @@ def test_a_request_of_the_launcher_before_the_first_step(tmp_path: Path, attempt
     assert not (attempt / LAST_CHECKPOINT_FILE).exists()
 
 
-def test_without_checkpoints_nothing_can_go_on(tmp_path: Path, attempt: Path, model: str, data: str, capfd: Any) -> None:
+def test_without_checkpoints_nothing_can_go_on(
+    tmp_path: Path, attempt: Path, model: str, data: str, capfd: Any
+) -> None:
     config = make_config("sft", tmp_path / "run", model, data)
     config["checkpointing"]["enabled"] = False
     assert run(config, PolicyMaker(at_call=at(1, lambda: ask("SIGTERM", tmp_path, attempt)))) == 1
-    assert "checkpointing.enabled is false: nothing of it is saved" in " ".join(capfd.readouterr().out.split())
+    assert "checkpointing.enabled is false: nothing of it is saved" in " ".join(
+        capfd.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_second_signal_ends_the_run_at_once_and_its_workers_too(second: signal.Signals, tmp_path: Path, model: str, data: str) -> None:
+def test_a_second_signal_ends_the_run_at_once_and_its_workers_too(
+    second: signal.Signals, tmp_path: Path, model: str, data: str
+) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), second)
@@ -201,7 +219,9 @@ def test_the_exit_code_is_the_one_that_was_meant_whatever_becomes_of_it(tmp_path
     assert caught.value.code == 3
 
 
-def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_notice_that_is_too_short_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MEGARL_STOP_NOTICE_S", "100")
     with listening_for_stop(tmp_path, this_attempt()) as request, caplog.at_level(logging.WARNING):
         request.save_took(50.0, 30.0)
@@ -213,7 +233,9 @@ def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture,
     assert "--signal=B:USR1@222 and MEGARL_STOP_NOTICE_S=222" in record.message
 
 
-def test_a_launcher_that_cannot_be_told_of_a_checkpoint_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_launcher_that_cannot_be_told_of_a_checkpoint_costs_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         Attempt(tmp_path / "removed").checkpoint_committed(7)
     [record] = caplog.records
@@ -237,12 +259,21 @@ def test_the_files_name_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("second_step_s", "code"), [(4000.0, STOPPED), (1600.0, 0)])
 def test_a_run_stops_while_there_is_time_for_it(
-    second_step_s: float, code: int, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    second_step_s: float,
+    code: int,
+    tmp_path: Path,
+    model: str,
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
 ) -> None:
-    """The end of its Slurm job is an hour away, and the second step takes longer than that; or less than half, and its save, of which
-    nothing is known before the first, turns out to be so quick that others fit."""
+    """The end of its Slurm job is an hour away, and the second step takes longer than that; or less than
+    half, and its save, of which nothing is known before the first, turns out to be so quick that others
+    fit."""
     now = [1_000_000.0]
-    monkeypatch.setattr("megarl.run.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0]))
+    monkeypatch.setattr(
+        "megarl.run.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0])
+    )
     step_took = StopRequest.step_took
 
     def slow_second_step(request: StopRequest, seconds: float) -> None:
@@ -310,7 +341,8 @@ sys.exit(stop.exit_code)
 
 
 def test_a_program_whose_terminal_closes_ends_in_order(tmp_path: Path) -> None:
-    """Its lines go nowhere: as errors they would end the step that it is to finish, or change its exit code."""
+    """Its lines go nowhere: as errors they would end the step that it is to finish, or change its exit
+    code."""
     master, terminal = os.openpty()
 
     def take_terminal() -> None:

@@ -1,4 +1,5 @@
-"""Storage that fails for a moment, or for good, while checkpoints are looked at: that is no damage. And what is said of space."""
+"""Storage that fails for a moment, or for good, while checkpoints are looked at: that is no damage. And what
+is said of space."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def no_pauses() -> Iterator[None]:
 
 @contextmanager
 def failing_opens(number: int, times: int, part: str = "") -> Iterator[Counter[str]]:
-    """Opening a file whose path contains ``part`` fails with error ``number``, the first so many times for each file. Counts them."""
+    """Opening a file whose path contains ``part`` fails with error ``number``, the first so many times for
+    each file. Counts them."""
     real, seen = os.open, Counter[str]()
 
     def flaky(path: Any, *arguments: Any, **options: Any) -> int:
@@ -59,7 +61,9 @@ def written(directory: Path, *steps: int) -> CheckpointManager:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_moment_without_storage_is_no_damage(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_moment_without_storage_is_no_damage(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = written(tmp_path, 1, 2)
     with failing_opens(number, TRIES - 1) as seen:
         assert manager.latest_and_damaged() == (tmp_path / "step_2", {})
@@ -69,7 +73,8 @@ def test_a_moment_without_storage_is_no_damage(tmp_path: Path, number: int, capl
 
 @contextmanager
 def failing_calls(name: str, part: str, times: int) -> Iterator[Counter[str]]:
-    """The first so many calls of a function of ``os`` fail for each path that contains ``part``. Counts them."""
+    """The first so many calls of a function of ``os`` fail for each path that contains ``part``. Counts
+    them."""
     real, seen = getattr(os, name), Counter[str]()
 
     def flaky(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -154,11 +159,16 @@ def test_a_figure_that_cannot_be_read_is_not_absent(tmp_path: Path, caplog: pyte
     assert [step for step, _ in manager.checkpoints()] == [3, 1]
 
 
-def test_a_failed_save_is_warned_of_where_the_storage_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_is_warned_of_where_the_storage_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     writer = CheckpointWriter(CheckpointManager({"checkpoint_dir": tmp_path}), {}, 1, most_failed=2)
     with failing_calls("listdir", str(tmp_path), 1000):
         writer._note_failure(3, OSError(errno.EIO, os.strerror(errno.EIO)), False)
-    assert "the checkpoint of step 3 could not be written" in caplog.text and "which one is the newest is not known" in caplog.text
+    assert (
+        "the checkpoint of step 3 could not be written" in caplog.text
+        and "which one is the newest is not known" in caplog.text
+    )
 
 
 def test_an_evaluation_of_what_cannot_be_read_is_no_fault_of_its_arguments(tmp_path: Path) -> None:
@@ -175,12 +185,16 @@ def test_an_evaluation_of_what_cannot_be_read_is_no_fault_of_its_arguments(tmp_p
 
 
 @pytest.mark.parametrize("part", ["step_2/weights", "step_2/manifest.json"])
-def test_storage_that_stays_away_ends_the_start_and_no_older_checkpoint_is_taken(tmp_path: Path, part: str) -> None:
+def test_storage_that_stays_away_ends_the_start_and_no_older_checkpoint_is_taken(
+    tmp_path: Path, part: str
+) -> None:
     manager = written(tmp_path, 1, 2)
     with failing_opens(errno.EIO, TRIES, part), pytest.raises(StorageError, match="no damage") as caught:
         find_resume_point(manager, "auto")
     assert not isinstance(caught.value, UnusableCheckpointError)
-    assert f"checkpoint {tmp_path / 'step_2'}: " in str(caught.value) and "Input/output error, 5 times" in str(caught.value)
+    assert f"checkpoint {tmp_path / 'step_2'}: " in str(
+        caught.value
+    ) and "Input/output error, 5 times" in str(caught.value)
     with failing_opens(errno.EIO, TRIES, part):
         state = _checkpoint_state(2, tmp_path / "step_2", True, 0.0, None)
     assert state is not None and "Input/output error" in str(state.problems), "megarl status shows it"
@@ -194,7 +208,9 @@ def test_other_errors_are_raised_at_once(tmp_path: Path) -> None:
     assert seen["weights"] == 1
 
 
-def test_old_checkpoints_stay_where_the_storage_does_not_say_what_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_old_checkpoints_stay_where_the_storage_does_not_say_what_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = written(tmp_path, 1, 2)
     path = manager.init_tmp_checkpoint(3, {"step": 3})
     real, stats = Path.lstat, []

@@ -49,15 +49,20 @@ WORDS = [
 
 
 def of_words(decoder: Any, **settings: Any) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
     backend.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL, **settings)
 
 
 def of_bytes(**settings: Any) -> PreTrainedTokenizerFast:
-    """All single bytes and some pairs, so that ids at random are seldom UTF-8; added tokens of both kinds, and a gap in the ids."""
+    """All single bytes and some pairs, so that ids at random are seldom UTF-8; added tokens of both kinds,
+    and a gap in the ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: place for place, token in enumerate([*alphabet, "Ã©", "âĤ¬", "Ġthe", " stray", "ðŁĺ"])}
+    vocabulary = {
+        token: place for place, token in enumerate([*alphabet, "Ã©", "âĤ¬", "Ġthe", " stray", "ðŁĺ"])
+    }
     vocabulary["last"] = len(vocabulary) + 3
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.decoder = decoders.ByteLevel()
@@ -101,7 +106,9 @@ def shouting() -> Shouting:
 
 
 def byte_fallback() -> decoders.Decoder:
-    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
@@ -109,16 +116,23 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "bytes": of_bytes,
     "bytes, which BPE does not clean up": lambda: of_bytes(clean_up_tokenization_spaces=True),
     "bytes, cleaned up all the same": lambda: of_bytes(
-        clean_up_tokenization_spaces=True, clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True
+        clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
     ),
-    "word pieces, cleaned up": lambda: of_words(decoders.WordPiece(cleanup=False), clean_up_tokenization_spaces=True),
+    "word pieces, cleaned up": lambda: of_words(
+        decoders.WordPiece(cleanup=False), clean_up_tokenization_spaces=True
+    ),
     "word pieces": lambda: of_words(decoders.WordPiece(cleanup=False), clean_up_tokenization_spaces=False),
     "byte fallback": lambda: of_words(byte_fallback()),
     "no decoder": lambda: of_words(None),
     "decode of its own": shouting,
     "slow": Slow,
     "slow, cleaned up": lambda: Slow(clean_up_tokenization_spaces=True),
-    "bert": lambda: BertTokenizer(vocab={word: place for place, word in enumerate([*WORDS, "[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"])}),
+    "bert": lambda: BertTokenizer(
+        vocab={
+            word: place for place, word in enumerate([*WORDS, "[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"])
+        }
+    ),
 }
 
 
@@ -135,13 +149,22 @@ def test_texts_are_those_of_batch_decode(tokenizers: dict[str, Any], name: str, 
     some = st.lists(st.integers(0, len(tokenizer) - 1), max_size=12)
     rows = data.draw(st.lists(some, min_size=1, max_size=6))
     if data.draw(st.booleans()):
-        rows = [*rows, list(range(len(tokenizer))), list(range(len(tokenizer)))[::-1]]  # more than the table of bytes has entries
-    assert decode_rows(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(rows, skip_special_tokens=True)
+        rows = [
+            *rows,
+            list(range(len(tokenizer))),
+            list(range(len(tokenizer)))[::-1],
+        ]  # more than the table of bytes has entries
+    assert decode_rows(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(
+        rows, skip_special_tokens=True
+    )
 
 
 def test_large_batches_of_byte_level_tokens_take_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = of_bytes()
-    rows = [[place % len(tokenizer) for place in range(start, start + start % 9)] for start in range(len(tokenizer))]
+    rows = [
+        [place % len(tokenizer) for place in range(start, start + start % 9)]
+        for start in range(len(tokenizer))
+    ]
     expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
     monkeypatch.setattr(texts, "_AT_ONCE", 7)  # rows in many parts, some of one row that is longer
     asked: list[Any] = []
@@ -174,14 +197,21 @@ def test_a_decoder_that_joins_other_bytes_is_asked_itself(monkeypatch: pytest.Mo
     monkeypatch.setattr(texts, "_bytes_of", lambda token: token.encode())
     tokenizer = of_bytes()
     rows = [list(range(len(tokenizer)))] * 2
-    assert decode_rows(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(rows, skip_special_tokens=True)
+    assert decode_rows(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(
+        rows, skip_special_tokens=True
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6), st.integers(1, 9))
 def test_token_rows_are_slices_of_their_batch(cuts: Sequence[tuple[int, int]], at_once: int) -> None:
     ids = np.arange(len(cuts) * 8).reshape(len(cuts), 8)
-    starts, ends = (np.array(values, np.int64) for values in ([cut[0] for cut in cuts], [sum(cut) for cut in cuts]))
-    rows, expected = TokenRows(ids, starts, ends), [ids[row, cut[0] : sum(cut)].tolist() for row, cut in enumerate(cuts)]
+    starts, ends = (
+        np.array(values, np.int64) for values in ([cut[0] for cut in cuts], [sum(cut) for cut in cuts])
+    )
+    rows, expected = (
+        TokenRows(ids, starts, ends),
+        [ids[row, cut[0] : sum(cut)].tolist() for row, cut in enumerate(cuts)],
+    )
     assert list(rows) == [rows[row] for row in range(len(rows))] == list(rows[:]) == expected
     assert rows.joined().tolist() == [token for row in expected for token in row]
     assert rows.last(without=-1).tolist() == [row[-1] if row else -1 for row in expected]

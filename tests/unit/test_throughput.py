@@ -65,7 +65,9 @@ def test_several_passes_of_a_phase_add_up_and_a_validation_does_not_count() -> N
     throughput = StepThroughput(DEVICES, FLOPS)
     alone = throughput.metrics(24, SECONDS, {"train": [TRAINED]})
     seconds = {**SECONDS, "validation_s": 0.5, "validation/generation_s": 0.4}
-    both = throughput.metrics(48, seconds, {"train": [TRAINED, TRAINED], "validation/generation": [GENERATED]})
+    both = throughput.metrics(
+        48, seconds, {"train": [TRAINED, TRAINED], "validation/generation": [GENERATED]}
+    )
     assert both["train_mfu"] == pytest.approx(2 * alone["train_mfu"])
     assert both["padding_efficiency"] == alone["padding_efficiency"]
     assert not any("generation" in name for name in both)
@@ -78,12 +80,18 @@ def test_an_output_layer_that_skips_masked_tokens_does_less_work() -> None:
     forward = FLOPS.forward([9, 7, 8]) - 13 * 2 * FACTS.hidden_size * FACTS.vocab_size
     assert figures["logprobs_tflops"] == pytest.approx(forward / 4 / 2 / 1e12)
     assert figures["train_tflops"] == pytest.approx(3 * forward / 4 / 2 / 1e12)
-    masks = {"token_mask": torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [1, 1, 1, 1]]), "sample_mask": torch.tensor([1.0, 1.0, 0.0])}
+    masks = {
+        "token_mask": torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0], [1, 1, 1, 1]]),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+    }
     assert scored_tokens(masks) == 3
 
 
 def test_recomputation_counts_for_the_hardware_alone() -> None:
-    plain, again = (StepThroughput(DEVICES, FLOPS, recomputes=value).metrics(24, SECONDS, {"train": [TRAINED]}) for value in (False, True))
+    plain, again = (
+        StepThroughput(DEVICES, FLOPS, recomputes=value).metrics(24, SECONDS, {"train": [TRAINED]})
+        for value in (False, True)
+    )
     assert again["train_mfu"] == plain["train_mfu"]
     work = FLOPS.training([9, 7, 8]) + FLOPS.forward([9, 7, 8], logits=0)
     assert again["train_hfu"] == pytest.approx(work / 4 / 2 / 1e9)
@@ -91,23 +99,40 @@ def test_recomputation_counts_for_the_hardware_alone() -> None:
 
 
 def test_unknown_models_and_phases_that_took_no_time_have_what_can_be_said() -> None:
-    figures = StepThroughput(DEVICES, None).metrics(24, {"train_s": 0.0, "step_s": 8.0}, {"train": [Sequences(lengths(9, 15))]})
-    assert figures == {"peak_tflops": 1e-3, "tokens_per_s": 3.0, "tokens_per_s_per_device": 0.6, "idle_s": 8.0}
+    figures = StepThroughput(DEVICES, None).metrics(
+        24, {"train_s": 0.0, "step_s": 8.0}, {"train": [Sequences(lengths(9, 15))]}
+    )
+    assert figures == {
+        "peak_tflops": 1e-3,
+        "tokens_per_s": 3.0,
+        "tokens_per_s_per_device": 0.6,
+        "idle_s": 8.0,
+    }
     assert "tflops" in StepThroughput(DEVICES, FLOPS).metrics(0, {"step_s": 0.5}, {})
 
 
 @pytest.mark.parametrize(
     ("backend", "section", "recomputes", "frozen"),
     [
-        ("megatron", {"activation_checkpointing": True, "recompute_granularity": "full", "freeze_moe_router": True}, True, True),
+        (
+            "megatron",
+            {"activation_checkpointing": True, "recompute_granularity": "full", "freeze_moe_router": True},
+            True,
+            True,
+        ),
         ("dtensor", {"activation_checkpointing": True}, True, False),
         ("dtensor", {"activation_checkpointing": False}, False, False),
         ("fsdp1", {}, True, False),
     ],
 )
-def test_what_a_configuration_says(backend: str, section: dict[str, Any], recomputes: bool, frozen: bool) -> None:
+def test_what_a_configuration_says(
+    backend: str, section: dict[str, Any], recomputes: bool, frozen: bool
+) -> None:
     other = backend != "fsdp1"
-    policy = {"activation_checkpointing_enabled": not other, **({f"{backend}_cfg": {"enabled": True, **section}} if other else {})}
+    policy = {
+        "activation_checkpointing_enabled": not other,
+        **({f"{backend}_cfg": {"enabled": True, **section}} if other else {}),
+    }
     throughput = StepThroughput.of(policy, FACTS, DEVICES)
     assert (throughput.recomputes, throughput.frozen_routers, throughput.flops) == (recomputes, frozen, FLOPS)
 
@@ -146,7 +171,11 @@ def test_a_timer_keeps_sequences_by_phase() -> None:
     ],
 )
 def test_a_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
-    assert known_peak(name, "bfloat16") == known_peak(name, "float16") == (None if tflops is None else tflops * 1e12)
+    assert (
+        known_peak(name, "bfloat16")
+        == known_peak(name, "float16")
+        == (None if tflops is None else tflops * 1e12)
+    )
     assert known_peak(name, "float32") is None
 
 
@@ -155,7 +184,8 @@ def test_peaks_are_in_tflops() -> None:
 
 
 def test_a_measured_rate_is_that_of_the_product() -> None:
-    """Within a factor of the same product timed in another way; a product counted once instead of twice, or in bytes, is farther off."""
+    """Within a factor of the same product timed in another way; a product counted once instead of twice, or
+    in bytes, is farther off."""
     import time
 
     left = torch.ones(512, 512)

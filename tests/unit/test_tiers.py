@@ -24,7 +24,12 @@ from tests.parts import GPU_STACK, ITS_TURN, NEXT, OF_NEWEST, PARTS, of_turn
 
 ROOT = Path(__file__).parents[2]
 
-AXES = {"layout": range(20), "batching": ["fixed", "dynamic", "packed"], "dispatcher": "ab", "balancing": ["none", "aux", "seq"]}
+AXES = {
+    "layout": range(20),
+    "batching": ["fixed", "dynamic", "packed"],
+    "dispatcher": "ab",
+    "balancing": ["none", "aux", "seq"],
+}
 SOME = {name: AXES[name] for name in ("batching", "dispatcher", "balancing")}
 
 
@@ -32,7 +37,9 @@ def product(axes: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-@pytest.mark.parametrize("axes", [AXES, SOME, {"alone": [1], "two": "ab"}, {"one": "abc"}], ids=["20x3x2x3", "3x2x3", "1x2", "3"])
+@pytest.mark.parametrize(
+    "axes", [AXES, SOME, {"alone": [1], "two": "ab"}, {"one": "abc"}], ids=["20x3x2x3", "3x2x3", "1x2", "3"]
+)
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_a_sample_covers_what_it_says(axes: Mapping[str, Sequence[Any]], seed: str) -> None:
     rows = product(axes)
@@ -50,7 +57,9 @@ def test_a_sample_covers_what_it_says(axes: Mapping[str, Sequence[Any]], seed: s
     for number in (2, 3):
         few = [rows[index] for index in tiers.sample(rows, number, seed)]
         for name, values in axes.items():
-            assert len({row[name] for row in few}) == min(number, len(values)), "no value twice while another is missing"
+            assert len({row[name] for row in few}) == min(number, len(values)), (
+                "no value twice while another is missing"
+            )
 
 
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another() -> None:
@@ -94,18 +103,35 @@ def test_sampled(number, letter): ...
 
 
 def collected(directory: Path, source: str, *options: str) -> tuple[list[str], str]:
-    """Names of the tests that pytest would run, and what it printed, with ``source`` as a test file among the units."""
+    """Names of the tests that pytest would run, and what it printed, with ``source`` as a test file among the
+    units."""
     room = directory / "tests" / "unit"
     room.mkdir(parents=True, exist_ok=True)
     for name in ("conftest.py", "tiers.py", "parts.py", "__init__.py"):
         shutil.copy(Path(tiers.__file__).with_name(name), room.parent / name)
     (directory / "pytest.ini").write_text("[pytest]\n")
     (room / "test_marked.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "--collect-only", "-q", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--strict-markers",
+        "--collect-only",
+        "-q",
+        *options,
+    ]
     # options that the user gives to every pytest would change what this one prints
-    surroundings = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=directory, env=surroundings, capture_output=True, text=True, check=False)
-    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line], done.stdout + done.stderr
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    done = subprocess.run(
+        command, cwd=directory, env=surroundings, capture_output=True, text=True, check=False
+    )
+    return [
+        line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line
+    ], done.stdout + done.stderr
 
 
 def test_every_test_is_in_the_default_tier_or_in_one_part(tmp_path: Path) -> None:
@@ -133,7 +159,10 @@ def test_the_newest_megatron_takes_what_is_marked(tmp_path: Path) -> None:
 
 def test_a_mark_that_fits_no_case_is_an_error(tmp_path: Path) -> None:
     printed = collected(tmp_path, MARKED.replace('["b"]', '["c"]'), "--part", "newest-converters", "tests")[1]
-    assert "ERROR: no case has the values in the newest_megatron mark of tests/unit/test_marked.py::test_some; correct the mark" in printed
+    assert (
+        "ERROR: no case has the values in the newest_megatron mark of tests/unit/test_marked.py::test_some; "
+        "correct the mark"
+    ) in printed
 
 
 def test_every_file_of_tests_is_in_one_part_and_every_part_has_files() -> None:
@@ -145,7 +174,9 @@ def test_every_file_of_tests_is_in_one_part_and_every_part_has_files() -> None:
         assert any(map(part.has, own)), name
         first, every = part.share
         own = (part.files, part.needs, part.variables)
-        alike = sorted(other.share for other in PARTS.values() if (other.files, other.needs, other.variables) == own)
+        alike = sorted(
+            other.share for other in PARTS.values() if (other.files, other.needs, other.variables) == own
+        )
         assert alike == [(number, every) for number in range(every)] and (first, every) in alike, name
 
 
@@ -155,13 +186,19 @@ def test_every_part_has_its_turn() -> None:
         turn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         assert turn == of_turn(number)
     turns = [of_turn(number) for number in range(3 * len(PARTS))]
-    assert set(turns) == {name for name, part in PARTS.items() if part.needs != NEXT} and turns[::ITS_TURN] == [GPU_STACK] * len(PARTS)
+    assert set(turns) == {name for name, part in PARTS.items() if part.needs != NEXT} and turns[
+        ::ITS_TURN
+    ] == [GPU_STACK] * len(PARTS)
 
 
-def test_a_part_that_passed_is_noted_with_its_commit_unless_something_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_passed_is_noted_with_its_commit_unless_something_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     notes = tmp_path / "tests" / parts.PASSED.name
     notes.parent.mkdir()
@@ -188,7 +225,9 @@ def test_a_part_that_passed_is_noted_with_its_commit_unless_something_has_change
 def clipped(**changes: Any) -> ClippedPGLossFn:
     names = ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max")
     flags = ("use_on_policy_kl_approximation", "use_importance_sampling_correction", "token_level_loss")
-    return ClippedPGLossFn({**dict.fromkeys(names, 0.1), "ratio_clip_c": None, **dict.fromkeys(flags, True), **changes})
+    return ClippedPGLossFn(
+        {**dict.fromkeys(names, 0.1), "ratio_clip_c": None, **dict.fromkeys(flags, True), **changes}
+    )
 
 
 def test_a_reference_is_asked_again_for_anything_but_the_same() -> None:
@@ -197,7 +236,10 @@ def test_a_reference_is_asked_again_for_anything_but_the_same() -> None:
     batch = {"ids": torch.tensor([1, 2]), "mask": torch.tensor([1.0, 0.0])}
     first = (Path("model"), {"clip": 0.5}, [batch], clipped())
     assert ask(*first) == 1
-    assert ask(Path("model"), {"clip": 0.5}, [{key: value.clone() for key, value in batch.items()}], clipped()) == 1
+    assert (
+        ask(Path("model"), {"clip": 0.5}, [{key: value.clone() for key, value in batch.items()}], clipped())
+        == 1
+    )
     others: list[tuple[Any, ...]] = [
         (Path("other"), *first[1:]),
         (first[0], {"clip": 0.6}, *first[2:]),
@@ -216,14 +258,43 @@ def test_a_reference_is_asked_again_for_anything_but_the_same() -> None:
 
 
 def test_no_layout_reaches_a_reference() -> None:
-    many = policy_config("model", tp=2, sp=True, pp=2, cp=2, ep=2, etp=2, dispatcher="allgather", batching="packed", mbs=4, overlap=True)
+    many = policy_config(
+        "model",
+        tp=2,
+        sp=True,
+        pp=2,
+        cp=2,
+        ep=2,
+        etp=2,
+        dispatcher="allgather",
+        batching="packed",
+        mbs=4,
+        overlap=True,
+    )
     assert without_layout(many) == without_layout(policy_config("model"))
-    for changes in ({"lr": 0.5}, {"temperature": 0.7}, {"aux": 0.1}, {"z": 0.1}, {"balancing": "aux_loss"}, {"freeze_router": True}):
-        assert without_layout(policy_config("model", **changes)) != without_layout(policy_config("model")), changes
+    for changes in (
+        {"lr": 0.5},
+        {"temperature": 0.7},
+        {"aux": 0.1},
+        {"z": 0.1},
+        {"balancing": "aux_loss"},
+        {"freeze_router": True},
+    ):
+        assert without_layout(policy_config("model", **changes)) != without_layout(policy_config("model")), (
+            changes
+        )
 
 
 def test_pytest_passes_over_none_of_its_rooms(pytestconfig: pytest.Config) -> None:
     """Called without arguments; of itself it leaves out what is called dist."""
-    rooms = [path.name for path in (Path(__file__).parents[1]).iterdir() if path.is_dir() and not path.name.startswith("__")]
-    passed_over = [room for room in rooms if any(fnmatch.fnmatch(room, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
+    rooms = [
+        path.name
+        for path in (Path(__file__).parents[1]).iterdir()
+        if path.is_dir() and not path.name.startswith("__")
+    ]
+    passed_over = [
+        room
+        for room in rooms
+        if any(fnmatch.fnmatch(room, pattern) for pattern in pytestconfig.getini("norecursedirs"))
+    ]
     assert "dist" in rooms and not passed_over

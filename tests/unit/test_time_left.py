@@ -1,4 +1,5 @@
-"""A launch that knows when its time is over stops while another step and its checkpoint would still fit, and never later."""
+"""A launch that knows when its time is over stops while another step and its checkpoint would still fit, and
+never later."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ class Clock:
         return self.now
 
 
-@given(st.lists(SECONDS, min_size=1, max_size=30), st.lists(SECONDS, max_size=30), st.floats(min_value=0, max_value=20_000))
-def test_where_another_step_may_begin_it_and_its_checkpoint_end_in_time(steps: list[float], saves: list[float], limit: float) -> None:
-    """As long as neither is slower than the slowest of the last ten; and it is not refused where twice as much would fit."""
+@given(
+    st.lists(SECONDS, min_size=1, max_size=30),
+    st.lists(SECONDS, max_size=30),
+    st.floats(min_value=0, max_value=20_000),
+)
+def test_where_another_step_may_begin_it_and_its_checkpoint_end_in_time(
+    steps: list[float], saves: list[float], limit: float
+) -> None:
+    """As long as neither is slower than the slowest of the last ten; and it is not refused where twice as
+    much would fit."""
     clock = Clock()
     left = TimeLeft(clock.now + limit, "limit", clock)
     for seconds in steps:
@@ -43,13 +51,19 @@ def test_it_asks_for_no_more_than_a_fifth_above_what_was_measured() -> None:
     assert left.reason is None and left.needed_s == ENDING_SECONDS
     for seconds in (30.0, 20.0, 10.0):
         left.took(step_s=seconds)
-    assert left.needed_s == pytest.approx(1.2 * 60 + ENDING_SECONDS), "a save that was never measured counts like the slowest step"
+    assert left.needed_s == pytest.approx(1.2 * 60 + ENDING_SECONDS), (
+        "a save that was never measured counts like the slowest step"
+    )
     left.took(save_s=5.0)
     assert left.needed_s == pytest.approx(1.2 * 35 + ENDING_SECONDS)
     clock.now += 48.0
     assert left.reason is None
     clock.now += 0.001
-    assert left.reason is not None and left.reason.startswith("limit ") and "another step and its checkpoint may take 52 s" in left.reason
+    assert (
+        left.reason is not None
+        and left.reason.startswith("limit ")
+        and "another step and its checkpoint may take 52 s" in left.reason
+    )
     for _ in range(10):
         left.took(step_s=1.0)
     assert left.reason is None, "what was slow more than ten steps ago is forgotten"
@@ -63,7 +77,9 @@ def test_times_that_users_write() -> None:
     assert read_time("2026-11-26T18:30", now=0.0) == time.mktime((2026, 11, 26, 18, 30, 0, 0, 0, -1))
 
 
-@pytest.mark.parametrize("text", ["", "soon", "18:30", "3:45", "+3", "+3:61", "+3:45:61", "-1:00", "2026-13-01", "99999-01-01"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "18:30", "3:45", "+3", "+3:61", "+3:45:61", "-1:00", "2026-13-01", "99999-01-01"]
+)
 def test_what_is_no_time_is_refused_with_the_way_to_write_it(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no time\. Fix: write 2026-11-26T18:30, or \+3:45"):
         read_time(text)

@@ -15,12 +15,31 @@ from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode
 from megarl.errors import DataError, ModelError
 from megarl.rollout.mathematics import fault_of_reference
 
-WORDS = ["<pad>", "</s>", "<s>", "<user>", "<bot>", "<unk>", "two", "plus", "three", "five", "be", "kind", "Q", "A"]
+WORDS = [
+    "<pad>",
+    "</s>",
+    "<s>",
+    "<user>",
+    "<bot>",
+    "<unk>",
+    "two",
+    "plus",
+    "three",
+    "five",
+    "be",
+    "kind",
+    "Q",
+    "A",
+]
 
 
-def save_tokenizer(path: Path, bos: bool = False, chat: bool = False, pad: bool = True, eos: bool = True) -> str:
+def save_tokenizer(
+    path: Path, bos: bool = False, chat: bool = False, pad: bool = True, eos: bool = True
+) -> str:
     """A word tokenizer; with ``bos`` it puts <s> in front of every text."""
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bos:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
@@ -31,7 +50,8 @@ def save_tokenizer(path: Path, bos: bool = False, chat: bool = False, pad: bool 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     if chat:
         tokenizer.chat_template = (
-            "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else m['role'] }}> {{ m['content'] }} {% endfor %}"
+            "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else m['role'] }}> {{ "
+            "m['content'] }} {% endfor %}"
             "{% if add_generation_prompt %}<bot>{% endif %}"
         )
     tokenizer.save_pretrained(path)
@@ -65,14 +85,26 @@ def test_chat_templates(tmp_path: Path, setting: dict[str, Any], expected: str) 
 def test_a_tokenizer_without_a_template_joins_messages(tmp_path: Path) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path)})
     assert tokenizer.chat_template == PASSTHROUGH_TEMPLATE
-    assert words(PromptEncoder(tokenizer).encode([{"role": "user", "content": "two "}, {"role": "user", "content": "plus"}])) == "two plus"
+    assert (
+        words(
+            PromptEncoder(tokenizer).encode(
+                [{"role": "user", "content": "two "}, {"role": "user", "content": "plus"}]
+            )
+        )
+        == "two plus"
+    )
 
 
 def test_begin_token_only_without_a_chat_template(tmp_path: Path) -> None:
     name = save_tokenizer(tmp_path, bos=True, chat=True)
-    assert words(PromptEncoder(get_tokenizer({"name": name, "chat_template": None})).encode("two")) == "<s> two"
+    assert (
+        words(PromptEncoder(get_tokenizer({"name": name, "chat_template": None})).encode("two")) == "<s> two"
+    )
     assert words(PromptEncoder(get_tokenizer({"name": name})).encode("two")) == "<user> two <bot>"
-    assert [words(row) for row in encode_answers(get_tokenizer({"name": name}), ["five", ""])] == ["five </s>", "</s>"]
+    assert [words(row) for row in encode_answers(get_tokenizer({"name": name}), ["five", ""])] == [
+        "five </s>",
+        "</s>",
+    ]
 
 
 def test_prompt_template_and_system_prompt(tmp_path: Path) -> None:
@@ -80,7 +112,10 @@ def test_prompt_template_and_system_prompt(tmp_path: Path) -> None:
     encoder = PromptEncoder(tokenizer, prompt_template="Q {prompt} A", system_prompt="be kind ")
     assert words(encoder.encode("two plus three")) == "be kind Q two plus three A"
     assert words(encoder.encode([{"role": "user", "content": "two"}])) == "be kind two"
-    assert words(PromptEncoder(tokenizer, prompt_template="Q {x} {prompt}").encode("{prompt}")) == "Q <unk> <unk>"
+    assert (
+        words(PromptEncoder(tokenizer, prompt_template="Q {x} {prompt}").encode("{prompt}"))
+        == "Q <unk> <unk>"
+    )
     with pytest.raises(DataError, match=r"has no \{prompt\}"):
         PromptEncoder(tokenizer, prompt_template="Q")
 
@@ -92,7 +127,10 @@ def test_missing_tokenizers_and_end_tokens(tmp_path: Path) -> None:
         get_tokenizer({"name": save_tokenizer(tmp_path, eos=False)})
 
 
-@pytest.mark.parametrize(("limit", "with_answers", "fits"), [(3, False, True), (2, False, False), (5, True, True), (4, True, False)])
+@pytest.mark.parametrize(
+    ("limit", "with_answers", "fits"),
+    [(3, False, True), (2, False, False), (5, True, True), (4, True, False)],
+)
 def test_the_length_limit_is_exact(tmp_path: Path, limit: int, with_answers: bool, fits: bool) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t")})
     lines = [{"p": "two", "a": "five"}, {"p": "two plus three", "a": "five"}]
@@ -103,7 +141,10 @@ def test_the_length_limit_is_exact(tmp_path: Path, limit: int, with_answers: boo
         dataset = load_dataset(source, Reading(config, tokenizer, with_answers))
         assert [len(example.prompt_ids) for example in dataset.examples] == [1, 3]
         assert [example.index for example in dataset.select([1, 0, 1])] == [1, 0, 1]
-        assert dataset.examples[1].answer == "five" and words(list(dataset.examples[1].answer_ids)) == "five </s>"
+        assert (
+            dataset.examples[1].answer == "five"
+            and words(list(dataset.examples[1].answer_ids)) == "five </s>"
+        )
     else:
         with pytest.raises(DataError, match=r"1 of 2 prompts.*max_input_seq_length = .*index 1 \(.*line 2\)"):
             load_dataset(source, Reading(config, tokenizer, with_answers))
@@ -114,7 +155,9 @@ def test_empty_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"p": " ", "a": "five"}')
     source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
     with pytest.raises(DataError, match="1 of 1 prompts have no tokens"):
-        load_dataset(source, Reading({"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False))
+        load_dataset(
+            source, Reading({"train": source, "max_input_seq_length": 9}, tokenizer, with_answers=False)
+        )
 
 
 def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_path: Path) -> None:
@@ -123,7 +166,9 @@ def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_pa
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"p": "two", "a": answer}) for answer in answers))
     source = {"path": str(tmp_path / "a.jsonl"), "prompt_key": "p", "answer_key": "a"}
     config = {"train": source, "max_input_seq_length": 9}
-    expected = r"7 of 9 reference answers .*index 1 \(.*line 2\): '': no mathematical expression .* and 2 more"
+    expected = (
+        r"7 of 9 reference answers .*index 1 \(.*line 2\): '': no mathematical expression .* and 2 more"
+    )
     with pytest.raises(DataError, match=expected):
         load_dataset(source, Reading(config, tokenizer, False, fault_of_reference))
     assert len(load_dataset(source, Reading(config, tokenizer, False))) == 9

@@ -32,7 +32,11 @@ from tests.templates import TEMPLATES, tokenizer_of
 from tests.templates.conversations import call
 from tests.unit.scripted import collector_of
 
-ARGUMENTS: list[dict[str, Any]] = [{"city": "Rome"}, {"city": 'a "b" {c}\n<d>', "days": 3, "exact": True, "of": [1, None]}, {}]
+ARGUMENTS: list[dict[str, Any]] = [
+    {"city": "Rome"},
+    {"city": 'a "b" {c}\n<d>', "days": 3, "exact": True, "of": [1, None]},
+    {},
+]
 TEMPLATE_OF = {
     "hermes": ("qwen2.5", "qwen3", "hermes"),
     "qwen3_coder": ("qwen3.5",),
@@ -54,20 +58,29 @@ def written(template: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
-@pytest.mark.parametrize(("form", "template"), [(form, template) for form, names in TEMPLATE_OF.items() for template in names])
+@pytest.mark.parametrize(
+    ("form", "template"), [(form, template) for form, names in TEMPLATE_OF.items() for template in names]
+)
 def test_calls_are_read_as_templates_write_them(form: str, template: str, arguments: dict[str, Any]) -> None:
     if form == "qwen3_coder" and arguments.get("of") == [1, None]:
-        arguments = {**arguments, "city": "a line\nand another"}  # values are texts of lines there: white space at their ends is no part
+        arguments = {
+            **arguments,
+            "city": "a line\nand another",
+        }  # values are texts of lines there: white space at their ends is no part
     full = written(template, "look_up", arguments)
     tokenizer = tokenizer_of(template)
     plain = tokenizer.decode(tokenizer(full, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
     content, calls = parser_of(form)(plain, [full])
-    assert [(each["function"]["name"], each["function"]["arguments"]) for each in calls] == [("look_up", arguments)]
+    assert [(each["function"]["name"], each["function"]["arguments"]) for each in calls] == [
+        ("look_up", arguments)
+    ]
     assert "look_up" not in content
 
 
 def test_every_form_has_a_template() -> None:
-    assert set(TEMPLATE_OF) == set(TOOL_PARSERS) and all(name in TEMPLATES for names in TEMPLATE_OF.values() for name in names)
+    assert set(TEMPLATE_OF) == set(TOOL_PARSERS) and all(
+        name in TEMPLATES for names in TEMPLATE_OF.values() for name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +118,8 @@ def test_several_calls_are_read_in_order() -> None:
 
 @given(
     st.recursive(
-        st.integers(-50, 50) | st.floats(-9, 9).map(lambda x: round(x, 3)), lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner)
+        st.integers(-50, 50) | st.floats(-9, 9).map(lambda x: round(x, 3)),
+        lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner),
     )
 )
 def test_the_calculator_agrees_with_python(tree: Any) -> None:
@@ -123,7 +137,15 @@ def test_the_calculator_agrees_with_python(tree: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"), [("2+3*4", "14"), ("7/2", "3.5"), ("6/2", "3"), ("2**10", "1024"), ("-(3)", "-3"), (" 10 // 3 % 2 ", "1")]
+    ("expression", "value"),
+    [
+        ("2+3*4", "14"),
+        ("7/2", "3.5"),
+        ("6/2", "3"),
+        ("2**10", "1024"),
+        ("-(3)", "-3"),
+        (" 10 // 3 % 2 ", "1"),
+    ],
 )
 def test_the_calculator_writes_numbers_plainly(expression: str, value: str) -> None:
     assert calculate(expression) == value
@@ -161,13 +183,17 @@ def test_search_finds_what_fits_best(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     index = DocumentIndex(str(path), "env.tools.search.documents")
-    assert index.search("capital of Italy?").startswith("[1] Rome\nRome is the capital of Italy.\n\n[2] Italy has lakes.")
+    assert index.search("capital of Italy?").startswith(
+        "[1] Rome\nRome is the capital of Italy.\n\n[2] Italy has lakes."
+    )
     assert index.search('SEINE" OR NOT (*', count=1) == "[1] Paris lies on the Seine."
     assert index.search("Tokyo") == "nothing was found"
     with pytest.raises(ValueError, match="no words"):
         index.search("?!")
     found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(index.search("capital", count=1))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(index.search("capital", count=1))) for _ in range(8)
+    ]
     [thread.start() for thread in threads], [thread.join() for thread in threads]  # type: ignore[func-returns-value]
     assert found == ["[1] Rome\nRome is the capital of Italy."] * 8
     path.write_text('{"title": "no text"}\n')
@@ -181,7 +207,9 @@ def test_the_paragraphs_of_a_named_set_are_documents(monkeypatch: pytest.MonkeyP
     """Of rows in its published form, from a file or by its name; each paragraph once."""
     path = Path(__file__).parents[2] / "configs" / "quickstart" / "hotpot-qa.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    monkeypatch.setattr("megarl.data.rows.rows_of", lambda source: iter((source["name"], row) for row in rows))
+    monkeypatch.setattr(
+        "megarl.data.rows.rows_of", lambda source: iter((source["name"], row) for row in rows)
+    )
     for place in (str(path), "HotpotQA"):
         index = DocumentIndex(place, "env.tools.search.documents")
         assert (
@@ -200,7 +228,9 @@ def service() -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
             status = int(asked) if asked.isdecimal() else 200
-            said = {"plain": b"as it is", "object": b'{"output": "found"}', "other": b'{"n": [1]}'}.get(asked, b"")
+            said = {"plain": b"as it is", "object": b'{"output": "found"}', "other": b'{"n": [1]}'}.get(
+                asked, b""
+            )
             self.send_response(status)
             self.end_headers()
             self.wfile.write(said)
@@ -215,7 +245,11 @@ def service() -> Iterator[str]:
 
 
 def test_a_service_answers_refuses_or_is_gone(service: str) -> None:
-    assert [post(service, 5.0, query=word) for word in ("plain", "object", "other")] == ["as it is", "found", '{"n": [1]}']
+    assert [post(service, 5.0, query=word) for word in ("plain", "object", "other")] == [
+        "as it is",
+        "found",
+        '{"n": [1]}',
+    ]
     with pytest.raises(ValueError, match="status 400"):
         post(service, 5.0, query="400")
     for status in ("429", "503"):
@@ -243,7 +277,9 @@ def test_python_keeps_its_variables_and_says_what_went_wrong() -> None:
         assert "FileNotFoundError" in python("open('/etc/passwd')") and "unreachable" in python(
             "import socket; socket.create_connection(('192.0.2.1', 80), 1)"
         )
-        with pytest.raises(ValueError, match=r"more than 2 s; the interpreter was ended, and its variables are gone"):
+        with pytest.raises(
+            ValueError, match=r"more than 2 s; the interpreter was ended, and its variables are gone"
+        ):
             python("while True: pass")
         assert python("x") == "NameError: name 'x' is not defined\n"
         with pytest.raises(ValueError, match="ended the interpreter"):
@@ -263,17 +299,27 @@ def test_a_function_of_ones_own_says_what_it_takes(tmp_path: Path) -> None:
     )
     [tool] = tools_of({"tools": {"weather": {"tool": f"{path}:weather"}}})
     described = tool.schema["function"]
-    assert described["description"] == "Look a temperature up." and described["parameters"]["required"] == ["city"]
+    assert described["description"] == "Look a temperature up." and described["parameters"]["required"] == [
+        "city"
+    ]
     box = Toolbox([tool])
     assert box.call("weather", {"city": "Rome"}) == '{"city": "Rome", "days": 1}'
     assert box.fault_of("weather", {"town": "Rome"}) == "weather takes city, days, not town"
     assert box.fault_of("clock", {}) == "there is no tool 'clock'; the tools are weather"
-    with pytest.raises(ConfigError, match=r"env\.tools\.a\.tool .*its docstring does not say what the tool takes"):
+    with pytest.raises(
+        ConfigError, match=r"env\.tools\.a\.tool .*its docstring does not say what the tool takes"
+    ):
         tools_of({"tools": {"a": {"tool": f"{path}:unsaid"}}})
 
 
 def section(**changes: Any) -> dict[str, Any]:
-    own = {"environment": "tools", "reward": "exact_match", "tool_parser": "hermes", "tools": {"calculator": {}}, "processes": 1}
+    own = {
+        "environment": "tools",
+        "reward": "exact_match",
+        "tool_parser": "hermes",
+        "tools": {"calculator": {}},
+        "processes": 1,
+    }
     return {**defaults_of(EnvConfig), **own, **changes}
 
 
@@ -281,17 +327,24 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def conversed(said: list[str], turns: int = 4, limit: int | None = None, **changes: Any) -> tuple[Any, list[str], Any]:
+def conversed(
+    said: list[str], turns: int = 4, limit: int | None = None, **changes: Any
+) -> tuple[Any, list[str], Any]:
     """The samples of one conversation in which the policy says this, what it was shown, and the figures."""
     environment = make_environment(section(**changes))
     tokenizer = tokenizer_of("qwen2.5")
 
     def script(prompt: list[int], seed: int) -> list[int]:
         text = tokenizer.decode(prompt)
-        return [*tokenizer(said[text.count("<|im_start|>assistant") - 1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return [
+            *tokenizer(said[text.count("<|im_start|>assistant") - 1], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
 
     collector, engine, _ = collector_of(environment, script, turns=turns, tokens=limit)
-    ids = tokenizer("<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     try:
         rollouts = collector.collect([Example(0, tuple(ids), (), "42")], 1, [5])
     finally:
@@ -303,19 +356,35 @@ def test_the_policy_calls_a_tool_and_is_judged_by_its_answer() -> None:
     samples, shown, metrics = conversed([called("calculator", expression="6*7"), "42"])
     answer = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert shown[1].endswith(f"</tool_call><|im_end|>\n{answer}") and len(shown) == 2
-    assert samples["reward"].tolist() == [1.0] and samples["turns"].tolist() == [2] and samples["ended"] == ["done"]
+    assert (
+        samples["reward"].tolist() == [1.0]
+        and samples["turns"].tolist() == [2]
+        and samples["ended"] == ["done"]
+    )
     assert metrics["tool_calls"] == 1 and metrics["reward_errors"] == 0
 
 
 def test_what_is_wrong_with_a_call_is_told_or_ends_it() -> None:
-    wrong = [called("calculator", expression="6*"), called("abacus", beads=3), "<tool_call>\n{\n</tool_call>", "42"]
+    wrong = [
+        called("calculator", expression="6*"),
+        called("abacus", beads=3),
+        "<tool_call>\n{\n</tool_call>",
+        "42",
+    ]
     samples, shown, metrics = conversed(wrong)
     assert "Error: '6*' is no arithmetic expression" in shown[1] and "there is no tool 'abacus'" in shown[2]
     assert "The tool call could not be read: no JSON" in shown[3]
-    assert samples["reward"].tolist() == [1.0] and metrics["tool_errors"] == 1 and metrics["bad_tool_calls"] == 2
+    assert (
+        samples["reward"].tolist() == [1.0] and metrics["tool_errors"] == 1 and metrics["bad_tool_calls"] == 2
+    )
     for said, key in ((wrong[0], "on_tool_error"), (wrong[1], "on_bad_call"), (wrong[2], "on_bad_call")):
         samples, shown, metrics = conversed([said, "42"], **{key: "end"})
-        assert len(shown) == 1 and samples["ended"] == ["error"] and samples["reward"].tolist() == [0.0] and not samples["masked"].any()
+        assert (
+            len(shown) == 1
+            and samples["ended"] == ["error"]
+            and samples["reward"].tolist() == [0.0]
+            and not samples["masked"].any()
+        )
 
 
 def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:
@@ -325,14 +394,22 @@ def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:
     said = [both, called("product", left=6), called("abacus"), "42"]
     samples, shown, metrics = conversed(said, environment=f"{toy}:TwoTools", tools={}, turns=5)
     assert "<tool_response>\n42\n</tool_response>\n<tool_response>\n4\n</tool_response>" in shown[1]
-    assert "missing 1 required positional argument: 'right'" in shown[2] and "Error: KeyError: 'abacus'" in shown[3]
-    assert samples["turn_rewards"] == [[0.1, 0.0, 0.0, 1.0]] and samples["ended"] == ["done"] and samples["accuracy"].tolist() == [1.0]
+    assert (
+        "missing 1 required positional argument: 'right'" in shown[2]
+        and "Error: KeyError: 'abacus'" in shown[3]
+    )
+    assert (
+        samples["turn_rewards"] == [[0.1, 0.0, 0.0, 1.0]]
+        and samples["ended"] == ["done"]
+        and samples["accuracy"].tolist() == [1.0]
+    )
     assert metrics["calls"] == 2 and metrics["tool_errors"] == 2
 
 
 @pytest.mark.parametrize("on_bad_call", ["observe", "end"])
 def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None:
-    """Behind the first turn the limit of the conversation is met in the middle of a call, in front of its last mark."""
+    """Behind the first turn the limit of the conversation is met in the middle of a call, in front of its
+    last mark."""
     whole = called("calculator", expression="6*7")
     samples, shown, metrics = conversed([whole, whole, "42"], on_bad_call=on_bad_call)
     assert len(shown) == 3 and metrics["tool_calls"] == 2
@@ -340,12 +417,21 @@ def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None
     size = len(tokenizer(whole, add_special_tokens=False)["input_ids"])
     behind_prompt = int(samples["input_lengths"][0] - samples["prompt_lengths"][0])
     answer = len(tokenizer(shown[2][len(shown[1]) :], add_special_tokens=False)["input_ids"]) - size - 1
-    cut, shown, metrics = conversed([whole, whole, "42"], on_bad_call=on_bad_call, limit=2 * (size + 1) + answer - 3)
-    assert behind_prompt > 2 * size and len(shown) == 2 and metrics["tool_calls"] == 1 and metrics["bad_tool_calls"] == 1
+    cut, shown, metrics = conversed(
+        [whole, whole, "42"], on_bad_call=on_bad_call, limit=2 * (size + 1) + answer - 3
+    )
+    assert (
+        behind_prompt > 2 * size
+        and len(shown) == 2
+        and metrics["tool_calls"] == 1
+        and metrics["bad_tool_calls"] == 1
+    )
     assert cut["truncated"].tolist() == [True] and cut["reward"].tolist() == [0.0] and not cut["masked"].any()
     assert cut["ended"] == (["tokens"] if on_bad_call == "observe" else ["error"])
     kept = cut["input_ids"][0, : cut["input_lengths"][0]].tolist()
-    assert kept == samples["input_ids"][0, : len(kept)].tolist(), "what was sampled of it is trained on as it is"
+    assert kept == samples["input_ids"][0, : len(kept)].tolist(), (
+        "what was sampled of it is trained on as it is"
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,14 +440,22 @@ def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None
         ("look_up", "its tools are str, not a list"),
         ([{"type": "function"}], r"tools\[0\] = .* names no function"),
         (["look_up"], r"tools\[0\] = 'look_up' names no function"),
-        ([{"function": {"name": "a", "parameters": []}}], "the parameters of its tool 'a' are no JSON schema"),
-        ([{"function": {"name": "a", "parameters": {"properties": ["b"]}}}], "the parameters of its tool 'a' are no JSON schema"),
+        (
+            [{"function": {"name": "a", "parameters": []}}],
+            "the parameters of its tool 'a' are no JSON schema",
+        ),
+        (
+            [{"function": {"name": "a", "parameters": {"properties": ["b"]}}}],
+            "the parameters of its tool 'a' are no JSON schema",
+        ),
         ([{"function": {"name": "a"}}] * 2, "two of its tools are called 'a'"),
     ],
 )
 def test_tools_of_ones_own_with_a_wrong_schema_are_refused(tools: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
-    path.write_text(f"from megarl.rollout.message_env import MessageEnv\nclass Own(MessageEnv):\n    tools = {tools!r}\n")
+    path.write_text(
+        f"from megarl.rollout.message_env import MessageEnv\nclass Own(MessageEnv):\n    tools = {tools!r}\n"
+    )
     with pytest.raises(ConfigError, match=message):
         make_environment(section(environment=f"{path}:Own", tools={}))
 
@@ -369,18 +463,27 @@ def test_tools_of_ones_own_with_a_wrong_schema_are_refused(tools: Any, message: 
 def test_arguments_of_a_wrong_kind_are_told(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
-        'def half(number: int) -> float:\n    """Halve.\n\n    Args:\n        number: a number.\n    """\n    return number / 2\n'
+        'def half(number: int) -> float:\n    """Halve.\n\n    Args:\n        number: a number.\n    """\n  '
+        "  return number / 2\n"
     )
     calls = [called("half", number="three"), called("half", numbers=3), called("half", number=84), "42"]
     samples, shown, metrics = conversed(calls, tools={"half": {"tool": f"{path}:half"}}, turns=5)
-    assert "Error: unsupported operand type" in shown[1] and "half takes number, not numbers" in shown[2] and "42.0" in shown[3]
+    assert (
+        "Error: unsupported operand type" in shown[1]
+        and "half takes number, not numbers" in shown[2]
+        and "42.0" in shown[3]
+    )
     assert samples["reward"].tolist() == [1.0] and metrics["tool_errors"] == metrics["bad_tool_calls"] == 1
 
 
 def test_calls_are_bounded_and_the_last_turn_is_judged() -> None:
     both = called("calculator", expression="1") + "\n" + called("calculator", expression="2")
     samples, shown, _ = conversed([both, both, "42"], max_tool_calls=3)
-    assert samples["ended"] == ["tools"] and samples["turns"].tolist() == [2] and "1\n</tool_response>\n<tool_response>\n2" in shown[1]
+    assert (
+        samples["ended"] == ["tools"]
+        and samples["turns"].tolist() == [2]
+        and "1\n</tool_response>\n<tool_response>\n2" in shown[1]
+    )
     samples, *_ = conversed([both, both, "42"], turns=2)
     assert samples["ended"] == ["turns"] and samples["reward"].tolist() == [0.0]
 
@@ -402,7 +505,9 @@ def test_what_the_template_is_told() -> None:
     environment = make_environment(section())
     assert [each["function"]["name"] for each in tools_told(environment)[None]] == ["calculator"]
     environment.close()
-    named = make_environment({**defaults_of(EnvConfig), "a": section(), "b": section(environment="single_turn", tools={})})
+    named = make_environment(
+        {**defaults_of(EnvConfig), "a": section(), "b": section(environment="single_turn", tools={})}
+    )
     assert set(tools_told(named)) == {"a"}
     named.close()
     only = make_environment({**defaults_of(EnvConfig), "a": section()})

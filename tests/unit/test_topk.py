@@ -1,4 +1,5 @@
-"""The most likely tokens and log-probabilities of further tokens on one rank: against sorting, and against float64."""
+"""The most likely tokens and log-probabilities of further tokens on one rank: against sorting, and against
+float64."""
 
 from __future__ import annotations
 
@@ -79,7 +80,13 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_log_probabilities_of_further_tokens_and_their_gradients_equal_float64(
-    columns: int, padding: int, count: int, temperature: float, with_entropies: bool, overwrite: bool, seed: int
+    columns: int,
+    padding: int,
+    count: int,
+    temperature: float,
+    with_entropies: bool,
+    overwrite: bool,
+    seed: int,
 ) -> None:
     leaf = (2 * normal(6, columns + padding, seed=seed)).requires_grad_()
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +94,13 @@ def test_log_probabilities_of_further_tokens_and_their_gradients_equal_float64(
     weights = normal(6, count + 2, seed=seed + 1)
     sampling = SamplingSettings(temperature=temperature)
     scores = vocab_parallel_scores(
-        leaf * 1, targets, VocabularyShard(columns), sampling, overwrite=overwrite, with_entropies=with_entropies, further=further
+        leaf * 1,
+        targets,
+        VocabularyShard(columns),
+        sampling,
+        overwrite=overwrite,
+        with_entropies=with_entropies,
+        further=further,
     )
     parts = [scores.logprobs[:, None], scores.further]
     exact = leaf.detach().clone().requires_grad_()
@@ -106,20 +119,36 @@ def test_log_probabilities_of_further_tokens_and_their_gradients_equal_float64(
 
 def test_a_target_among_the_further_tokens_has_its_bits() -> None:
     logits, targets = (9 * normal(50, 17, seed=1)).float(), torch.arange(50) % 17
-    scores = vocab_parallel_scores(logits, targets, VocabularyShard(17), SamplingSettings(temperature=0.7), further=targets[:, None])
+    scores = vocab_parallel_scores(
+        logits, targets, VocabularyShard(17), SamplingSettings(temperature=0.7), further=targets[:, None]
+    )
     assert torch.equal(scores.further[:, 0], scores.logprobs)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 50])
 @pytest.mark.parametrize("with_entropies", [False, True])
-def test_further_tokens_in_chunks_of_positions_equal_float64(chunk_size: int | None, with_entropies: bool) -> None:
+def test_further_tokens_in_chunks_of_positions_equal_float64(
+    chunk_size: int | None, with_entropies: bool
+) -> None:
     hidden, weight = normal(7, 5, seed=1).requires_grad_(), normal(11, 5, seed=2).requires_grad_()
     generator = torch.Generator().manual_seed(3)
     targets, further = (torch.randint(11, shape, generator=generator) for shape in ((7,), (7, 3)))
-    asked = Request(None, targets, VocabularyShard(11), SamplingSettings(temperature=0.8), chunk_size, with_entropies, further)
+    asked = Request(
+        None,
+        targets,
+        VocabularyShard(11),
+        SamplingSettings(temperature=0.8),
+        chunk_size,
+        with_entropies,
+        further,
+    )
     scores = asked.scores(asked.output(hidden, weight, None))
     weights = normal(7, 5, seed=4)
-    parts = [scores.logprobs[:, None], scores.further, *([scores.entropies[:, None]] if with_entropies else [])]
+    parts = [
+        scores.logprobs[:, None],
+        scores.further,
+        *([scores.entropies[:, None]] if with_entropies else []),
+    ]
     (torch.cat(parts, dim=1) * weights[:, : 4 + with_entropies]).sum().backward()
     exact = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
     logarithms = (F.linear(*exact) / 0.8).log_softmax(-1)
@@ -137,7 +166,9 @@ def test_further_tokens_in_chunks_of_positions_equal_float64(chunk_size: int | N
 def test_a_request_finds_the_most_likely_tokens(chunk_size: int | None) -> None:
     hidden, weight = normal(7, 5, seed=1).float(), normal(11, 5, seed=2).float()
     targets = torch.arange(7)
-    asked = Request(None, targets, VocabularyShard(11), SamplingSettings(temperature=0.8), chunk_size, largest=4)
+    asked = Request(
+        None, targets, VocabularyShard(11), SamplingSettings(temperature=0.8), chunk_size, largest=4
+    )
     scores = asked.scores(asked.output(hidden, weight, None))
     logarithms = (F.linear(hidden, weight) / 0.8).log_softmax(-1)
     assert scores.largest.tolist() == logarithms.topk(4).indices.tolist()
@@ -149,7 +180,9 @@ LENGTHS = [5, 1, 3]
 
 
 def micro_batch(packed: bool, wanted: Tensor | None, **columns: Tensor) -> MicroBatch:
-    ids = torch.randint(1, 13, (3, 5), generator=torch.Generator().manual_seed(5)) * (torch.arange(5) < torch.tensor(LENGTHS)[:, None])
+    ids = torch.randint(1, 13, (3, 5), generator=torch.Generator().manual_seed(5)) * (
+        torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+    )
     data = {"input_ids": ids, "input_lengths": torch.tensor(LENGTHS), HOST_LENGTHS: LENGTHS, **columns}
     return MicroBatch(data if wanted is None else {**data, WANTED: wanted}, packed, 12 if packed else 5)
 
@@ -190,9 +223,14 @@ def test_rows_get_their_own_tokens_back(packed: bool, masked: bool) -> None:
     assert tensors["topk_indices"].shape == tensors["topk_logits"].shape == (3, 5, 3)
     assert torch.equal(tensors["topk_indices"][:, :-1][inside], best.indices[inside])
     torch.testing.assert_close(tensors["topk_logits"][:, :-1][inside], best.values[inside])
-    beyond = torch.nn.functional.pad(torch.arange(1, 5) < torch.tensor(LENGTHS)[:, None], (0, 1)).logical_not()
+    beyond = torch.nn.functional.pad(
+        torch.arange(1, 5) < torch.tensor(LENGTHS)[:, None], (0, 1)
+    ).logical_not()
     assert tensors["topk_indices"][beyond].eq(0).all() and tensors["topk_logits"][beyond].eq(0).all()
-    assert torch.equal(tensors["logprobs"], LogprobHead(VocabularyShard(13))(*scored(topk)[:1], laid, request).tensors["logprobs"])
+    assert torch.equal(
+        tensors["logprobs"],
+        LogprobHead(VocabularyShard(13))(*scored(topk)[:1], laid, request).tensors["logprobs"],
+    )
 
 
 def test_a_stage_without_the_tokens_asks_for_none() -> None:

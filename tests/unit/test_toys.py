@@ -1,4 +1,5 @@
-"""A new algorithm, environment and reward, each in one file of tests/toys, in whole runs around the reference policy."""
+"""A new algorithm, environment and reward, each in one file of tests/toys, in whole runs around the reference
+policy."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_an_algorithm_and_an_environment_of_ones_own(tmp_path: Path, model: str,
     assert run(reinforce(tmp_path / "a", model, data), PolicyMaker()) == 0
     logged = rows(tmp_path / "a")
     assert [row["step"] for row in logged] == [1, 2, 3, 4]
-    expected = {"train/reward", "train/empty", "train/grad_norm", "timing/reward_s", "performance/tokens_per_s"}
+    expected = {
+        "train/reward",
+        "train/empty",
+        "train/grad_norm",
+        "timing/reward_s",
+        "performance/tokens_per_s",
+    }
     assert all(expected <= set(row) for row in logged)
     assert len({row["train/reward"] for row in logged}) > 1
     stopped = {**reinforce(tmp_path / "b", model, data)}
@@ -61,9 +68,13 @@ def test_an_algorithm_and_an_environment_of_ones_own(tmp_path: Path, model: str,
 VARIANTS = TOYS / "variants.py"
 
 
-def weights_after(run_dir: Path, model: str, data: str, changes: dict[str, Any], name: str = "grpo") -> dict[str, Tensor]:
+def weights_after(
+    run_dir: Path, model: str, data: str, changes: dict[str, Any], name: str = "grpo"
+) -> dict[str, Tensor]:
     """Weights after a GRPO run with other settings of its own section and its loss."""
-    config = make_config("grpo", run_dir, model, data, val_period=0, val_at_start=False, **changes.get("grpo", {}))
+    config = make_config(
+        "grpo", run_dir, model, data, val_period=0, val_at_start=False, **changes.get("grpo", {})
+    )
     config["loss_fn"] |= {"reference_policy_kl_penalty": 0.0, **changes.get("loss_fn", {})}
     environment = {"environment": f"{TOYS}/as_long.py:AsLong", "options": {"farthest": 7}}
     assert run({**config, "algorithm": name, "env": environment}, PolicyMaker()) == 0
@@ -75,15 +86,21 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-6)
 
 
-def test_an_estimator_of_ones_own_trains_as_the_built_in_one_that_it_repeats(tmp_path: Path, model: str, data: str) -> None:
+def test_an_estimator_of_ones_own_trains_as_the_built_in_one_that_it_repeats(
+    tmp_path: Path, model: str, data: str
+) -> None:
     expected = weights_after(tmp_path / "rloo", model, data, {"grpo": {"adv_estimator": {"name": "rloo"}}})
     own = {"name": f"{VARIANTS}:above_the_others"}
     assert_alike(weights_after(tmp_path / "own", model, data, {"grpo": {"adv_estimator": own}}), expected)
-    other = weights_after(tmp_path / "scaled", model, data, {"grpo": {"adv_estimator": {**own, "options": {"scale": -1.0}}}})
+    other = weights_after(
+        tmp_path / "scaled", model, data, {"grpo": {"adv_estimator": {**own, "options": {"scale": -1.0}}}}
+    )
     assert any(not torch.allclose(other[name], expected[name], rtol=0, atol=1e-4) for name in expected)
 
 
-def test_a_loss_of_ones_own_trains_as_the_built_in_one_that_it_repeats(tmp_path: Path, model: str, data: str) -> None:
+def test_a_loss_of_ones_own_trains_as_the_built_in_one_that_it_repeats(
+    tmp_path: Path, model: str, data: str
+) -> None:
     expected = weights_after(tmp_path / "built-in", model, data, {"loss_fn": {"disable_ppo_ratio": True}})
     own = {"function": f"{VARIANTS}:PlainGradient"}
     assert_alike(weights_after(tmp_path / "own", model, data, {"loss_fn": own}), expected)
@@ -91,12 +108,17 @@ def test_a_loss_of_ones_own_trains_as_the_built_in_one_that_it_repeats(tmp_path:
     assert any(not torch.allclose(other[name], expected[name], rtol=0, atol=1e-4) for name in expected)
 
 
-def test_a_variant_of_an_algorithm_overrides_one_part_of_its_step(tmp_path: Path, model: str, data: str) -> None:
+def test_a_variant_of_an_algorithm_overrides_one_part_of_its_step(
+    tmp_path: Path, model: str, data: str
+) -> None:
     weights_after(tmp_path / "variant", model, data, {}, f"{VARIANTS}:OnlyBetter")
     weights_after(tmp_path / "grpo", model, data, {})
     found, expected = rows(tmp_path / "variant")[0], rows(tmp_path / "grpo")[0]
     assert expected["train/advantages_min"] < 0 == found["train/advantages_min"]
-    assert found["train/advantages_max"] == expected["train/advantages_max"] and found["train/reward"] == expected["train/reward"]
+    assert (
+        found["train/advantages_max"] == expected["train/advantages_max"]
+        and found["train/reward"] == expected["train/reward"]
+    )
 
 
 def test_what_a_run_has_loaded_stays_as_it_was_until_the_next_run(tmp_path: Path) -> None:
@@ -119,7 +141,8 @@ def test_rules_follow_the_section_of_an_algorithm_of_ones_own(tmp_path: Path, mo
     path.write_text(
         "from megarl.algorithms.grpo import GRPO, GRPOConfig\n"
         "class Mine(GRPO):\n"
-        "    SECTIONS = {'mine': GRPOConfig, **{name: each for name, each in GRPO.SECTIONS.items() if name != 'grpo'}}\n"
+        "    SECTIONS = {'mine': GRPOConfig, **{name: each for name, each in GRPO.SECTIONS.items() if name "
+        "!= 'grpo'}}\n"
         "    PROMPTS, GENERATIONS = 'mine.num_prompts_per_step', 'mine.num_generations_per_prompt'\n"
     )
     config = make_config("grpo", tmp_path, model, data, adv_estimator={"name": "grpoo"})
@@ -146,14 +169,21 @@ WRONG = EngineKind("wrong", start=None, section=dict)
 """
 
 
-def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(tmp_path: Path, model: str, data: str) -> None:
+def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(
+    tmp_path: Path, model: str, data: str
+) -> None:
     (tmp_path / "own.py").write_text(SECTIONED)
     config = make_config("grpo", tmp_path, model, data)
     generation = config["policy"]["generation"]
-    generation |= {"backend": f"{tmp_path}/own.py:GOOD", "colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}
+    generation |= {
+        "backend": f"{tmp_path}/own.py:GOOD",
+        "colocated": {"enabled": False, "resources": {"gpus_per_node": 1}},
+    }
     config["cluster"]["gpus_per_node"] = 2
     for given in ({}, {"engine_cfg": {}}, {"engine_cfg": {"inner": {}}}):
-        filled = validate_config({**config, "policy": {**config["policy"], "generation": {**generation, **given}}})
+        filled = validate_config(
+            {**config, "policy": {**config["policy"], "generation": {**generation, **given}}}
+        )
         assert filled["policy"]["generation"]["engine_cfg"] == {"inner": {"size": 4}}
     generation["engine_cfg"] = {"inner": {"size": 0}}
     with pytest.raises(ConfigError, match=r"engine_cfg\.inner\.size = 0: it must be at least 1"):
@@ -166,7 +196,10 @@ def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(tmp_path: P
 def test_changed_options_are_told_at_a_resume() -> None:
     before = {"loss_fn": {"options": {}}, "grpo": {"adv_estimator": {"options": {"scale": 1.0}}}}
     now = {"loss_fn": {"options": {"scale": -1.0}}, "grpo": {"adv_estimator": {"options": {}}}}
-    assert changed_keys(before, now) == {"loss_fn.options.scale": (None, -1.0), "grpo.adv_estimator.options.scale": (1.0, None)}
+    assert changed_keys(before, now) == {
+        "loss_fn.options.scale": (None, -1.0),
+        "grpo.adv_estimator.options.scale": (1.0, None),
+    }
 
 
 def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data: str) -> None:
@@ -174,13 +207,20 @@ def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data
     config["reinforce"] = {"prompts": "six", "max_num_steps": 4, "scales": 1.0}
     with pytest.raises(ConfigError) as error:
         validate_config(config)
-    assert {violation.key for violation in error.value.violations} == {"reinforce.prompts", "reinforce.scales"}
+    assert {violation.key for violation in error.value.violations} == {
+        "reinforce.prompts",
+        "reinforce.scales",
+    }
     assert "did you mean 'reinforce.scale'?" in str(error.value)
     config["reinforce"] = {"prompts": 5, "max_num_steps": 4}
-    with pytest.raises(ConfigError, match=r"policy\.train_global_batch_size = 6: it must divide the 5 prompts x 1 answers"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.train_global_batch_size = 6: it must divide the 5 prompts x 1 answers"
+    ):
         validate_config(config)
     del config["reinforce"]
-    with pytest.raises(ConfigError, match=r"reinforce = <absent>: algorithm '.*reinforce\.py:Reinforce' needs this section"):
+    with pytest.raises(
+        ConfigError, match=r"reinforce = <absent>: algorithm '.*reinforce\.py:Reinforce' needs this section"
+    ):
         validate_config(config)
     config["algorithm"] = f"{TOYS}/reinforce.py:WeightedLikelihood"
     with pytest.raises(ConfigError, match=r"algorithm = .*it is no algorithm: it lacks SECTIONS"):
@@ -229,7 +269,11 @@ def own_algorithm(directory: Path, model: str, data: str, name: str) -> dict[str
     path.write_text(ALGORITHM)
     config = make_config("grpo", directory, model, data)
     del config["grpo"]
-    return config | {"algorithm": f"{path}:{name}", "own": {"prompts": 6, "max_num_steps": 2}, "loss_fn": {"beta": 0.5}}
+    return config | {
+        "algorithm": f"{path}:{name}",
+        "own": {"prompts": 6, "max_num_steps": 2},
+        "loss_fn": {"beta": 0.5},
+    }
 
 
 def test_an_algorithm_has_sections_under_any_name(tmp_path: Path, model: str, data: str) -> None:
@@ -241,7 +285,10 @@ def test_an_algorithm_has_sections_under_any_name(tmp_path: Path, model: str, da
     config["loss_fn"] = {"ratio_clip_min": 0.2}
     with pytest.raises(ConfigError) as error:
         validate_config(config)
-    assert {violation.key for violation in error.value.violations} == {"loss_fn.beta", "loss_fn.ratio_clip_min"}
+    assert {violation.key for violation in error.value.violations} == {
+        "loss_fn.beta",
+        "loss_fn.ratio_clip_min",
+    }
     config["loss_fn"], config["own"]["val_period"], config["data"]["validation"] = {"beta": 1.0}, 1, None
     with pytest.raises(ConfigError, match=r"own\.val_period = 1: there is no data\.validation"):
         validate_config(config)
@@ -257,11 +304,15 @@ def test_an_algorithm_has_sections_under_any_name(tmp_path: Path, model: str, da
         ("Absent", "has no Absent"),
     ],
 )
-def test_what_an_algorithm_lacks_is_all_that_is_said(name: str, said: str, tmp_path: Path, model: str, data: str) -> None:
+def test_what_an_algorithm_lacks_is_all_that_is_said(
+    name: str, said: str, tmp_path: Path, model: str, data: str
+) -> None:
     """Its sections are not called unknown, which only it could know."""
     with pytest.raises(ConfigError, match=said) as error:
         validate_config(own_algorithm(tmp_path, model, data, name))
-    assert [violation.key for violation in error.value.violations if not violation.key.startswith("loss_fn")] == ["algorithm"]
+    assert [
+        violation.key for violation in error.value.violations if not violation.key.startswith("loss_fn")
+    ] == ["algorithm"]
 
 
 @dataclass
@@ -272,10 +323,15 @@ class Telling:
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         lengths = [len(ids) for ids in turn.response_ids]
-        rewards = [record.index + len(text) / 64 + sum(ids) / 2**20 for record, text, ids in zip(*parts(turn), strict=True)]
+        rewards = [
+            record.index + len(text) / 64 + sum(ids) / 2**20
+            for record, text, ids in zip(*parts(turn), strict=True)
+        ]
         masked = [length <= self.short for length in lengths]
         return EnvironmentReturn(
-            [None if out else reward for reward, out in zip(rewards, masked, strict=True)], [True] * len(lengths), masked
+            [None if out else reward for reward, out in zip(rewards, masked, strict=True)],
+            [True] * len(lengths),
+            masked,
         )
 
     def fault_of_reference(self, answer: str) -> str | None:
@@ -304,22 +360,34 @@ def test_each_reward_is_that_of_its_row(model: str, tmp_path: Path, data: str) -
         assert samples["input_ids"][row, :start].tolist() == list(record.prompt_ids)
         text = tokenizer.decode(ids, skip_special_tokens=True)
         masked = len(ids) <= 2
-        assert samples["masked"][row].item() is masked and samples["sample_mask"][row] == float(not masked and len(ids) > 0)
-        assert samples["reward"][row].item() == (0.0 if masked else pytest.approx(record.index + len(text) / 64 + sum(ids) / 2**20))
+        assert samples["masked"][row].item() is masked and samples["sample_mask"][row] == float(
+            not masked and len(ids) > 0
+        )
+        assert samples["reward"][row].item() == (
+            0.0 if masked else pytest.approx(record.index + len(text) / 64 + sum(ids) / 2**20)
+        )
     with pytest.raises(BatchError, match="no records"):
         collector.collect([])
 
 
 def test_an_environment_has_no_metric_of_the_run_s_own() -> None:
-    assert add_metrics({"loss": 1.0}, [{"even": 2, "odd": 1}, {"even": 3}, {}]) == {"loss": 1.0, "even": 5, "odd": 1}
+    assert add_metrics({"loss": 1.0}, [{"even": 2, "odd": 1}, {"even": 3}, {}]) == {
+        "loss": 1.0,
+        "even": 5,
+        "odd": 1,
+    }
     with pytest.raises(BatchError, match="the metrics loss, reward, which"):
         add_metrics({"loss": 1.0, "reward": 0.0}, [{"reward": 42}, {"loss": 99}])
 
 
 def test_a_reference_answer_that_ends_the_program_is_a_fault(tmp_path: Path, model: str, data: str) -> None:
     path = tmp_path / "ends.py"
-    path.write_text("def reward(response, answer): return 1\nreward.fault_of_reference = lambda answer: exit(0)\n")
-    config = make_config("grpo", tmp_path / "run", model, data) | {"env": {"reward": f"{path}:reward", "processes": 1}}
+    path.write_text(
+        "def reward(response, answer): return 1\nreward.fault_of_reference = lambda answer: exit(0)\n"
+    )
+    config = make_config("grpo", tmp_path / "run", model, data) | {
+        "env": {"reward": f"{path}:reward", "processes": 1}
+    }
     with pytest.raises(DataError, match="fault_of_reference fails on it: SystemExit: 0"):
         run(config, PolicyMaker())
 
@@ -334,7 +402,9 @@ def test_an_environment_says_which_records_are_of_no_use(tmp_path: Path, model: 
 def test_a_reward_of_ones_own(tmp_path: Path, model: str) -> None:
     """The scores of the pool are those of the function."""
     path = tmp_path / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(20 + left)}) for left in range(7)))
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"{left}+{left}=", "answer": str(20 + left)}) for left in range(7))
+    )
     config = make_config("grpo", tmp_path / "run", model, str(path))
     config["env"] = {"reward": f"{TOYS}/digits.py:reward"}
     assert run(config, PolicyMaker()) == 0
@@ -375,13 +445,18 @@ def test_conversations_of_several_turns_in_a_whole_run(tmp_path: Path, model: st
         roles = [turn["role"] for turn in row["turns"]]
         assert roles == [["assistant", "environment"][place % 2] for place in range(len(roles))]
     shown = subprocess.run(
-        [sys.executable, "-m", "megarl", "samples", str(tmp_path / "a"), "--step", "4"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "megarl", "samples", str(tmp_path / "a"), "--step", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "turns, " in shown.stdout and "prompt" in shown.stdout
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "distillation"])
-def test_algorithms_that_sample_have_conversations(tmp_path: Path, model: str, data: str, algorithm: str) -> None:
+def test_algorithms_that_sample_have_conversations(
+    tmp_path: Path, model: str, data: str, algorithm: str
+) -> None:
     own = tmp_path / "sums.jsonl"
     own.write_text("".join(f'{{"prompt": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(7)))
     config = guessing(tmp_path / "run", model, str(own), 2)
@@ -394,16 +469,29 @@ def test_algorithms_that_sample_have_conversations(tmp_path: Path, model: str, d
         section["topk_logits_k"] = 8
     assert run({**config, "algorithm": algorithm, algorithm: section}, PolicyMaker()) == 0
     logged = [row for row in rows(tmp_path / "run") if row["step"]]
-    assert all(1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 and row["train/grad_norm"] >= 0 for row in logged)
+    assert all(
+        1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 and row["train/grad_norm"] >= 0
+        for row in logged
+    )
 
 
-def test_a_template_without_turns_of_tools_is_refused_before_anything_starts(tmp_path: Path, model: str, data: str) -> None:
+def test_a_template_without_turns_of_tools_is_refused_before_anything_starts(
+    tmp_path: Path, model: str, data: str
+) -> None:
     """What the tools say would be left out without a word."""
     template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
     config = make_config("grpo", tmp_path / "run", model, data, max_rollout_turns=3)
     config["policy"]["tokenizer"] = {"name": model, "chat_template": template}
-    config["env"] = {"environment": "tools", "reward": "exact_match", "tool_parser": "hermes", "tools": {"calculator": {}}}
+    config["env"] = {
+        "environment": "tools",
+        "reward": "exact_match",
+        "tool_parser": "hermes",
+        "tools": {"calculator": {}},
+    }
     makers = PolicyMaker()
-    with pytest.raises(DataError, match=r"chat_template writes nothing of what 'tool' says.*Fix: take the template of a model"):
+    with pytest.raises(
+        DataError,
+        match=r"chat_template writes nothing of what 'tool' says.*Fix: take the template of a model",
+    ):
         run(config, makers)
     assert not makers.policies

@@ -39,15 +39,23 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes of a test belong to one run: this one may have drawn a secret before, as the driver of another test's workers."""
+    """All processes of a test belong to one run: this one may have drawn a secret before, as the driver of
+    another test's workers."""
     monkeypatch.setenv(run_secret.VARIABLE, "a" * 64)
 
 
 def join(
-    port: int, rank: int, collective_s: float = LONG, world_size: int = 2, asks: bool | None = None, device: torch.device = CPU
+    port: int,
+    rank: int,
+    collective_s: float = LONG,
+    world_size: int = 2,
+    asks: bool | None = None,
+    device: torch.device = CPU,
 ) -> TransferGroup:
     """With ``asks`` a group that waits as one on a GPU does."""
-    group = TransferGroup(HOST, port, world_size, rank, digest="same", device=device, collective_s=collective_s)
+    group = TransferGroup(
+        HOST, port, world_size, rank, digest="same", device=device, collective_s=collective_s
+    )
     group._asks = group._asks if asks is None else asks
     return group
 
@@ -77,7 +85,9 @@ def other_side(port: int, rank: int, dies: bool, world_size: int = 2) -> None:
 @sampled(1)
 @pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks"])
 @pytest.mark.parametrize("killed", [0, 1], ids=["sender", "listener"])
-def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(killed: int, asks: bool) -> None:
+def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_works(
+    killed: int, asks: bool
+) -> None:
     spawn = multiprocessing.get_context("spawn")
     for dies in (True, False):
         port = free_port(HOST)
@@ -91,7 +101,9 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
             else:
                 comes(buffer)
             other.kill()
-            with pytest.raises(RefitError, match=f"weights did not get through: rank {killed} went away; make a new group"):
+            with pytest.raises(
+                RefitError, match=f"weights did not get through: rank {killed} went away; make a new group"
+            ):
                 group.wait(works)
         else:
             group.wait(works)
@@ -102,7 +114,8 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
 
 
 class Operation:
-    """An operation of a GPU, which is done at the ``done``-th question or never; a wait for one that is not done would not end."""
+    """An operation of a GPU, which is done at the ``done``-th question or never; a wait for one that is not
+    done would not end."""
 
     def __init__(self, done: int | None = None, error: Exception | None = None) -> None:
         self.asked, self.waited = 0, 0
@@ -134,7 +147,10 @@ def group_of_gpu(seconds: float, lost: tuple[int, ...] = ()) -> TransferGroup:
 def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_their_time() -> None:
     operations = [Operation(done=3), Operation(done=1), Operation()]
     works: list[Any] = [*operations]
-    with pytest.raises(RefitError, match=r"weights did not get through: an operation was not done after 0\.01 s; make a new group"):
+    with pytest.raises(
+        RefitError,
+        match=r"weights did not get through: an operation was not done after 0\.01 s; make a new group",
+    ):
         group_of_gpu(0.01).wait(works)
     assert works == [] and [one.waited for one in operations] == [1, 1, 0]
     assert [one.asked for one in operations[:2]] == [3, 1]
@@ -142,7 +158,9 @@ def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_the
 
 def test_an_operation_of_a_gpu_that_failed_says_why() -> None:
     works: list[Any] = [Operation(done=2, error=dist.DistBackendError("NCCL error: remote process exited"))]
-    with pytest.raises(RefitError, match=r"weights did not get through: NCCL error: remote process exited; make a new group"):
+    with pytest.raises(
+        RefitError, match=r"weights did not get through: NCCL error: remote process exited; make a new group"
+    ):
         group_of_gpu(LONG).wait(works)
 
 
@@ -152,7 +170,9 @@ def test_a_rank_that_is_gone_ends_the_wait_for_an_operation_of_a_gpu(monkeypatch
         group_of_gpu(LONG, (2,)).wait([Operation()])  # type: ignore[list-item]
 
 
-def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """NCCL's group is played by gloo's."""
     seen: list[str | None] = []
 
@@ -167,7 +187,9 @@ def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypa
     with ThreadPoolExecutor(2) as pool:
         sender, engine = pool.map(lambda rank: join(port, rank, device=torch.device("cuda", 0)), (0, 1))
     assert seen == ["1", "1"]
-    assert sender._asks and engine._asks and (sender._rendezvous.lost(), engine._rendezvous.lost()) == ([], [])
+    assert (
+        sender._asks and engine._asks and (sender._rendezvous.lost(), engine._rendezvous.lost()) == ([], [])
+    )
     engine.close()
     assert sender._rendezvous.lost() == [1]
     sender.close()
@@ -176,7 +198,9 @@ def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypa
 @slow
 def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -> None:
     port = free_port(HOST)
-    other = multiprocessing.get_context("spawn").Process(target=other_side, args=(port, 1, True, 3), daemon=True)
+    other = multiprocessing.get_context("spawn").Process(
+        target=other_side, args=(port, 1, True, 3), daemon=True
+    )
     other.start()
     with ThreadPoolExecutor(2) as pool:
         sender, engine = pool.map(lambda rank: join(port, rank, world_size=3), (0, 2))
@@ -185,7 +209,9 @@ def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -
         word = pool.submit(engine.agree, "", LONG)
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)
         other.kill()
-        with pytest.raises(RefitError, match=r"weights did not get through: rank 1 went away; make a new group"):
+        with pytest.raises(
+            RefitError, match=r"weights did not get through: rank 1 went away; make a new group"
+        ):
             sender.wait(sent)
         sender.close()
         with pytest.raises(RefitError, match=f"the refit ended without the policy at {HOST}:{port}"):

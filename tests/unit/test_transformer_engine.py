@@ -1,5 +1,5 @@
-"""Transformer Engine is used where it works and not where its files are. It needs a GPU: here are packages that stand for it, and a GPU is
-pretended. No layer of the real one has been run."""
+"""Transformer Engine is used where it works and not where its files are. It needs a GPU: here are packages
+that stand for it, and a GPU is pretended. No layer of the real one has been run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ Write = Callable[[str, str], Path]
 
 
 def write_package(directory: Path, package: str, pytorch: str) -> Path:
-    """A package with the metadata of an installed one; code of the package itself and of its half for torch."""
+    """A package with the metadata of an installed one; code of the package itself and of its half for
+    torch."""
     (directory / "transformer_engine" / "pytorch").mkdir(parents=True)
     (directory / "transformer_engine" / "__init__.py").write_text(package)
     (directory / "transformer_engine" / "pytorch" / "__init__.py").write_text(pytorch)
@@ -53,7 +54,9 @@ def write_package(directory: Path, package: str, pytorch: str) -> Path:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Installs a package, in a process that would compute on a GPU; small layers are tried on the CPU."""
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"}
+    before = {
+        name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"
+    }
     for name in before:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(subject, "will_use_cuda", lambda: True)
@@ -87,7 +90,14 @@ def uses_it(wanted: Any, precision: str = "float32", *, has_experts: bool = Fals
         ("", LINKER, "it cannot be imported (OSError: libtransformer_engine.so: undefined symbol: _ZN3c10)"),
         ("", ABSENT, "it cannot be imported (ImportError: libcudnn.so.9: cannot open shared object file)"),
         ("", "raise AssertionError", "it cannot be imported (AssertionError: no message)"),
-        ("", FAILS, "a small layer of it fails on this device (RuntimeError: no kernel image is available for execution on the device)"),
+        (
+            "",
+            FAILS,
+            (
+                "a small layer of it fails on this device (RuntimeError: no kernel image is available for "
+                "execution on the device)"
+            ),
+        ),
     ],
     ids=["meta package alone", "another torch", "no cuDNN", "no message", "another device"],
 )
@@ -100,7 +110,11 @@ def test_one_that_does_not_work_is_left_out_or_refused(
     assert reason in caplog.text and "megarl doctor" in caplog.text
     with pytest.raises(ConfigError) as refused:
         uses_it(True)
-    assert f"{subject.KEY} = True" in str(refused.value) and reason in str(refused.value) and "megarl doctor" in str(refused.value)
+    assert (
+        f"{subject.KEY} = True" in str(refused.value)
+        and reason in str(refused.value)
+        and "megarl doctor" in str(refused.value)
+    )
 
 
 def test_one_that_is_not_wanted_is_not_tried(installed: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +122,11 @@ def test_one_that_is_not_wanted_is_not_tried(installed: Write, monkeypatch: pyte
     installed("", FAILS)
     assert not uses_it(False)
     monkeypatch.setattr(specs, "_layers_of_chunk", lambda config, chunk, stage: [0])
-    specs.decoder_spec(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, normalization="RMSNorm"), None, fused=False)
+    specs.decoder_spec(
+        TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, normalization="RMSNorm"),
+        None,
+        fused=False,
+    )
     assert subject.try_it.cache_info().misses == 0
 
 
@@ -178,10 +196,17 @@ print(HAVE_TE, USING_PYTORCH_OPTIMIZER, fused, block.layer_norm.__name__, len(bl
 
 @slow
 def test_megatron_takes_the_portable_layers_beside_the_meta_package(tmp_path: Path) -> None:
-    """On its own Megatron-Core ends the worker there: it takes an ImportError for the absence of the package, and no other error."""
+    """On its own Megatron-Core ends the worker there: it takes an ImportError for the absence of the package,
+    and no other error."""
     site = write_package(tmp_path, META, "")
-    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{Path(__file__).parents[2]}", "MEGARL_DEVICE": "cuda"}
-    done = subprocess.run([sys.executable, "-c", _WHOLE], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{site}{os.pathsep}{Path(__file__).parents[2]}",
+        "MEGARL_DEVICE": "cuda",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _WHOLE], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     reason, found = done.stdout.splitlines()[-2:]
     assert "Found empty meta package" in reason

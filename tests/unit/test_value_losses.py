@@ -20,11 +20,15 @@ from megarl.observe.metrics import Reduction
 
 
 def drawn(seed: int, rows: int, length: int) -> dict[str, Tensor]:
-    """A batch in float64 with masks that leave out tokens, rows, one of a pair and, with luck, all of a row."""
+    """A batch in float64 with masks that leave out tokens, rows, one of a pair and, with luck, all of a
+    row."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length + 1, (rows,), generator=generator)
     inside = torch.arange(length)[None] < lengths[:, None]
-    columns = {name: torch.randn(rows, length, generator=generator, dtype=torch.float64) for name in ("values", "returns", "prev_values")}
+    columns = {
+        name: torch.randn(rows, length, generator=generator, dtype=torch.float64)
+        for name in ("values", "returns", "prev_values")
+    }
     token_mask = ((torch.rand(rows, length, generator=generator) < 0.6) & inside).double()
     sample_mask = (torch.rand(rows, generator=generator) < 0.8).double()
     return {"input_lengths": lengths, "token_mask": token_mask, "sample_mask": sample_mask, **columns}
@@ -38,7 +42,9 @@ def slow_preference(batch: dict[str, Tensor], sequences: float) -> dict[str, flo
             continue
         pairs += 1
         values = batch["values"].detach()
-        chosen, rejected = (float(values[each, int(batch["input_lengths"][each]) - 1]) for each in (row, row + 1))
+        chosen, rejected = (
+            float(values[each, int(batch["input_lengths"][each]) - 1]) for each in (row, row + 1)
+        )
         margin = chosen - rejected
         sums["loss"] += math.log1p(math.exp(-margin)) if margin > 0 else math.log1p(math.exp(margin)) - margin
         sums["accuracy"] += margin > 0
@@ -71,7 +77,12 @@ def test_preference_loss_equals_the_loop(seed: int, pairs: int, length: int) -> 
         assert values.grad[row].count_nonzero() <= 1
 
 
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), length=st.integers(2, 7), clip=st.none() | st.floats(0.01, 2))
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 5),
+    length=st.integers(2, 7),
+    clip=st.none() | st.floats(0.01, 2),
+)
 @settings(max_examples=100)
 def test_value_loss_equals_the_loop(seed: int, rows: int, length: int, clip: float | None) -> None:
     batch = drawn(seed, rows, length)
@@ -83,8 +94,16 @@ def test_value_loss_equals_the_loop(seed: int, rows: int, length: int, clip: flo
         for token in range(1, length):
             if batch["token_mask"][row, token] * batch["sample_mask"][row] == 0:
                 continue
-            value, old, target = float(values[row, token - 1]), float(batch["prev_values"][row, token]), float(batch["returns"][row, token])
-            near = value if clip is None or abs(value - old) <= clip else old + min(max(value - old, -clip), clip)
+            value, old, target = (
+                float(values[row, token - 1]),
+                float(batch["prev_values"][row, token]),
+                float(batch["returns"][row, token]),
+            )
+            near = (
+                value
+                if clip is None or abs(value - old) <= clip
+                else old + min(max(value - old, -clip), clip)
+            )
             expected += max((value - target) ** 2, (near - target) ** 2) / 2 / 17
             clipped += ((near - target) ** 2 > (value - target) ** 2) / 17
             if (near - target) ** 2 <= (value - target) ** 2:
@@ -114,7 +133,10 @@ def test_what_is_masked_may_be_anything() -> None:
 def test_micro_batches_add_up(pieces: tuple[int, ...]) -> None:
     """A loss normalised by micro-batch would depend on how the batch is cut."""
     batch = drawn(11, 6, 5)
-    sequences, tokens = batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
+    sequences, tokens = (
+        batch["sample_mask"].sum(),
+        (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(),
+    )
     for loss_fn in (PreferenceLoss(), ValueLoss(0.3)):
         whole, metrics = loss_fn(batch, sequences, tokens, values=batch["values"])
         sums: dict[str, float] = dict.fromkeys(metrics, 0.0)
@@ -136,17 +158,24 @@ def test_a_pair_that_does_not_count_may_hold_anything(value: float) -> None:
         values = torch.randn(6, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
         # of the second pair no row counts, of the third one
         values[[2, 3, 4, 5]] = hidden
-        batch: Any = {"sample_mask": torch.tensor([1.0, 1, 0, 0, 1, 0]), "input_lengths": torch.tensor([2, 4, 1, 3, 4, 2])}
+        batch: Any = {
+            "sample_mask": torch.tensor([1.0, 1, 0, 0, 1, 0]),
+            "input_lengths": torch.tensor([2, 4, 1, 3, 4, 2]),
+        }
         values.requires_grad_()
         loss, metrics = PreferenceLoss()(batch, torch.tensor(3.0), torch.tensor(9.0), values)
-        outcomes.append((loss.detach(), torch.autograd.grad(loss, values)[0], metrics["rewards_rejected_mean"]))
+        outcomes.append(
+            (loss.detach(), torch.autograd.grad(loss, values)[0], metrics["rewards_rejected_mean"])
+        )
     for clean, found in zip(*outcomes, strict=True):
         assert torch.equal(clean, found) and bool(clean.any())
 
 
 def test_equal_scores_are_not_right() -> None:
     batch: Any = {"sample_mask": torch.ones(2), "input_lengths": torch.tensor([2, 1])}
-    loss, metrics = PreferenceLoss()(batch, torch.tensor(2.0), torch.tensor(0.0), values=torch.tensor([[9.0, 0.5], [0.5, 9.0]]))
+    loss, metrics = PreferenceLoss()(
+        batch, torch.tensor(2.0), torch.tensor(0.0), values=torch.tensor([[9.0, 0.5], [0.5, 9.0]])
+    )
     assert float(loss) == pytest.approx(math.log(2)) and metrics["accuracy"] == 0 and metrics["margin"] == 0
 
 
@@ -154,9 +183,16 @@ def test_what_a_loss_of_values_is_called_with() -> None:
     for loss_fn in (PreferenceLoss(), ValueLoss()):
         assert isinstance(loss_fn, LossFunction)
         check_loss(loss_fn, scores=True)
-        with pytest.raises(ConfigError, match=r"a loss of values, of a model that scores, and this model gives log-prob.*reward_model_cfg"):
+        with pytest.raises(
+            ConfigError,
+            match=r"a loss of values, of a model that scores, and this model gives "
+            r"log-prob.*reward_model_cfg",
+        ):
             check_loss(loss_fn)
-    with pytest.raises(ConfigError, match=r"NLLLoss: it is a loss of log-probabilities, of a language model, and this model gives values"):
+    with pytest.raises(
+        ConfigError,
+        match=r"NLLLoss: it is a loss of log-probabilities, of a language model, and this model gives values",
+    ):
         check_loss(NLLLoss(), scores=True)
 
     class WithoutValues(PreferenceLoss):
@@ -194,7 +230,12 @@ def test_bad_bounds_and_half_a_pair() -> None:
 
 
 def slow_advantages(
-    rewards: list[float], values: list[float], mask: list[float], discount: float, gae_lambda: float, after: float
+    rewards: list[float],
+    values: list[float],
+    mask: list[float],
+    discount: float,
+    gae_lambda: float,
+    after: float,
 ) -> tuple[list[float], list[float]]:
     """Each advantage as the sum of all later changes, which are looked up forwards, without a recursion."""
     places = [place for place, counts in enumerate(mask) if counts]
@@ -202,7 +243,9 @@ def slow_advantages(
     changes = [rewards[place] + discount * states[k + 1] - states[k] for k, place in enumerate(places)]
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     for k, place in enumerate(places):
-        advantages[place] = sum((discount * gae_lambda) ** (later - k) * changes[later] for later in range(k, len(places)))
+        advantages[place] = sum(
+            (discount * gae_lambda) ** (later - k) * changes[later] for later in range(k, len(places))
+        )
         returns[place] = advantages[place] + values[place]
     return advantages, returns
 
@@ -216,23 +259,32 @@ def slow_advantages(
     cut_off=st.booleans(),
 )
 @settings(max_examples=150)
-def test_advantages_equal_the_sum(seed: int, rows: int, length: int, discount: float, gae_lambda: float, cut_off: bool) -> None:
+def test_advantages_equal_the_sum(
+    seed: int, rows: int, length: int, discount: float, gae_lambda: float, cut_off: bool
+) -> None:
     batch = drawn(seed, rows, length)
     rewards, values, mask = batch["returns"], batch["values"], batch["token_mask"]
     after = batch["prev_values"][:, 0] if cut_off else None
     hidden = [torch.where(mask != 0, column, torch.nan) for column in (rewards, values)]
-    advantages, returns = generalized_advantages(*hidden, mask, discount=discount, gae_lambda=gae_lambda, after_end=after)
+    advantages, returns = generalized_advantages(
+        *hidden, mask, discount=discount, gae_lambda=gae_lambda, after_end=after
+    )
     assert advantages.dtype == returns.dtype == torch.float64
     for row in range(rows):
         end = 0.0 if after is None else float(after[row])
-        expected = slow_advantages(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), discount, gae_lambda, end)
+        expected = slow_advantages(
+            rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), discount, gae_lambda, end
+        )
         for found, wanted in zip((advantages, returns), expected, strict=True):
             assert found[row].tolist() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
 
 
 def test_with_full_traces_the_return_is_the_sum_of_rewards_to_come() -> None:
     """Whatever the values are; and without any, an advantage is one step of temporal difference."""
-    rewards, values = torch.tensor([[1.0, 2.0, 0.0, 4.0]]), torch.randn(1, 4, generator=torch.Generator().manual_seed(1))
+    rewards, values = (
+        torch.tensor([[1.0, 2.0, 0.0, 4.0]]),
+        torch.randn(1, 4, generator=torch.Generator().manual_seed(1)),
+    )
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
     _, returns = generalized_advantages(rewards, values, mask, discount=1.0, gae_lambda=1.0)
     assert returns.tolist() == [pytest.approx([7.0, 6.0, 0.0, 4.0])]

@@ -1,4 +1,5 @@
-"""What a FlashAttention kernel is asked for, answered by one that follows its documentation slowly; the kernel itself: tests/gpu."""
+"""What a FlashAttention kernel is asked for, answered by one that follows its documentation slowly; the
+kernel itself: tests/gpu."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor
 
 from megarl.models.engine import attention as engine
-from megarl.models.engine.attention import SequenceLayout, attention, runs_of, serves, varlen_attention, varlen_kernel
+from megarl.models.engine.attention import (
+    SequenceLayout,
+    attention,
+    runs_of,
+    serves,
+    varlen_attention,
+    varlen_kernel,
+)
 from megarl.models.engine.context import ContextShare
 from tests.unit.test_context import slow_attention
 
@@ -33,7 +41,11 @@ def slow_kernel(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """[T, H, D] each: window and causality are counted from the last query and the last key of a sequence."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[-1] == query.shape[0] and cu_seq_k[-1] == key.shape[0]
+    assert (
+        cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        and cu_seq_q[-1] == query.shape[0]
+        and cu_seq_k[-1] == key.shape[0]
+    )
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
     left, right = window_size
     output = []
@@ -46,12 +58,16 @@ def slow_kernel(
             highest = keys.shape[0] if right < 0 else min(keys.shape[0], own + right + 1)
             for head in range(query.shape[1]):
                 group = head // (query.shape[1] // key.shape[1])
-                scores = keys[lowest:highest, group] @ query[position, head] * (scale or query.shape[2] ** -0.5)
+                scores = (
+                    keys[lowest:highest, group] @ query[position, head] * (scale or query.shape[2] ** -0.5)
+                )
                 output.append(scores.softmax(0) @ values[lowest:highest, group])
     return torch.stack(output).view(query.shape)
 
 
-def slow_rows(query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None) -> Tensor:
+def slow_rows(
+    query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None
+) -> Tensor:
     """Row by row."""
     rows = zip(query.split(1), key.split(1), value.split(1), strict=True)
     return torch.cat([slow_attention(*row, starts, window) for row in rows])
@@ -59,7 +75,8 @@ def slow_rows(query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...]
 
 @pytest.fixture
 def on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Attention goes to the slow kernel wherever it would go to a fast one; the shapes of the queries that went there."""
+    """Attention goes to the slow kernel wherever it would go to a fast one; the shapes of the queries that
+    went there."""
     shapes: list[tuple[int, ...]] = []
 
     def noted(query: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -88,10 +105,20 @@ def test_sequences_and_context_shares(rows: int, size: int, window: int | None) 
 
 @pytest.mark.parametrize(
     ("rows", "starts", "window", "goes"),
-    [(1, STARTS, None, True), (1, STARTS, 3, True), (2, None, 3, True), (2, None, None, False), (2, None, 24, False)],
+    [
+        (1, STARTS, None, True),
+        (1, STARTS, 3, True),
+        (2, None, 3, True),
+        (2, None, None, False),
+        (2, None, 24, False),
+    ],
 )
 def test_what_would_need_a_mask_or_many_calls_goes_to_the_kernel(
-    on_the_kernel: list[tuple[int, ...]], rows: int, starts: tuple[int, ...] | None, window: int | None, goes: bool
+    on_the_kernel: list[tuple[int, ...]],
+    rows: int,
+    starts: tuple[int, ...] | None,
+    window: int | None,
+    goes: bool,
 ) -> None:
     """Values and gradients, against the way without a kernel."""
     torch.manual_seed(4)
@@ -100,7 +127,9 @@ def test_what_would_need_a_mask_or_many_calls_goes_to_the_kernel(
     expected = slow_rows(*leaves, starts or (0, 24), window)
     torch.testing.assert_close(output, expected)
     pull = torch.randn_like(output)
-    torch.testing.assert_close(torch.autograd.grad(output, leaves, pull), torch.autograd.grad(expected, leaves, pull))
+    torch.testing.assert_close(
+        torch.autograd.grad(output, leaves, pull), torch.autograd.grad(expected, leaves, pull)
+    )
     assert on_the_kernel == ([(rows * 24, 6, 4)] if goes else [])
 
 
@@ -134,7 +163,16 @@ def test_the_kernel_of_torch_takes_what_it_is_given() -> None:
         assert theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def of_2_10(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: Any, max_k: Any, is_causal: bool = False) -> None: ...
+def of_2_10(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: Any,
+    max_k: Any,
+    is_causal: bool = False,
+) -> None: ...
 
 
 def of_2_11(
@@ -168,8 +206,12 @@ def of_2_12(
     return f"2.12, grouped heads: {enable_gqa}"
 
 
-@pytest.mark.parametrize(("function", "says"), [(of_2_10, None), (of_2_11, "2.11"), (of_2_12, "2.12, grouped heads: True")])
-def test_releases_of_torch_differ_in_the_keywords(monkeypatch: pytest.MonkeyPatch, function: Any, says: str | None) -> None:
+@pytest.mark.parametrize(
+    ("function", "says"), [(of_2_10, None), (of_2_11, "2.11"), (of_2_12, "2.12, grouped heads: True")]
+)
+def test_releases_of_torch_differ_in_the_keywords(
+    monkeypatch: pytest.MonkeyPatch, function: Any, says: str | None
+) -> None:
     module: Any = ModuleType("torch.nn.attention.varlen")
     module.varlen_attn = function
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)

@@ -21,7 +21,10 @@ from tests.unit.config_samples import changed, raw_grpo
 VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     # vLLM's own processes: inside a Ray actor it would choose Ray
     "tensor_parallel_size": (2, {"tensor_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}),
-    "pipeline_parallel_size": (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR}),
+    "pipeline_parallel_size": (
+        2,
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": plugin.EXECUTOR},
+    ),
     "expert_parallel_size": (2, {"enable_expert_parallel": True}),
     "gpu_memory_utilization": (0.31, {"gpu_memory_utilization": 0.31}),
     "kv_cache_gb": (0.5, {"kv_cache_memory_bytes": 2**29}),
@@ -31,7 +34,9 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def options(changes: dict[str, Any] | None = None, tokenizer: str | None = None, *, on_cpu: bool = False) -> dict[str, Any]:
+def options(
+    changes: dict[str, Any] | None = None, tokenizer: str | None = None, *, on_cpu: bool = False
+) -> dict[str, Any]:
     raw = changed(raw_grpo(), {"policy.generation.backend": "vllm", **(changes or {})})
     generation = complete_policy(raw["policy"])["generation"]
     return engine_options(generation, 5, tokenizer, on_cpu=on_cpu)
@@ -47,9 +52,17 @@ def test_a_key_changes_its_argument_alone(key: str) -> None:
 def test_a_node_of_an_engine_over_several_knows_the_others() -> None:
     """With vLLM's own executor, which alone starts over nodes, and that by name."""
     changes = {"policy.generation.vllm_cfg.tensor_parallel_size": 4}
-    generation = complete_policy(changed(raw_grpo(), {"policy.generation.backend": "vllm", **changes})["policy"])["generation"]
+    generation = complete_policy(
+        changed(raw_grpo(), {"policy.generation.backend": "vllm", **changes})["policy"]
+    )["generation"]
     given = engine_options(generation, 5, on_cpu=False, part=Part(1, 2, "10.0.0.3", 4711))
-    of_nodes = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.3", "master_port": 4711, "distributed_executor_backend": "mp"}
+    of_nodes = {
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "10.0.0.3",
+        "master_port": 4711,
+        "distributed_executor_backend": "mp",
+    }
     assert given == {**options(changes), **of_nodes}
 
 
@@ -88,7 +101,11 @@ def test_the_rule_and_the_places_agree(nodes: int, ranks: int, size: int) -> Non
 
 
 def test_what_is_not_said_is_the_policy_s() -> None:
-    assert (options()["model"], options()["dtype"], options()["max_model_len"]) == ("owner/a-model-that-is-on-no-disk", "bfloat16", 610)
+    assert (options()["model"], options()["dtype"], options()["max_model_len"]) == (
+        "owner/a-model-that-is-on-no-disk",
+        "bfloat16",
+        610,
+    )
     own = options({"policy.generation.vllm_cfg": {"precision": "float16", "max_model_len": 700}})
     assert own == {**options(), "dtype": "float16", "max_model_len": 700}
 
@@ -108,12 +125,18 @@ def test_devices_of_its_own_need_no_sleep_and_another_way_for_the_weights() -> N
 def test_a_cpu_has_a_cache_of_a_known_size() -> None:
     assert not options(on_cpu=True)["enable_sleep_mode"]
     assert options(on_cpu=True)["kv_cache_memory_bytes"] == CACHE_ON_A_CPU
-    assert options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"] == 2**29
+    assert (
+        options({"policy.generation.vllm_cfg.kv_cache_gb": 0.5}, on_cpu=True)["kv_cache_memory_bytes"]
+        == 2**29
+    )
 
 
 def test_the_answers_to_one_prompt_share_its_keys_and_values_unless_an_argument_says_otherwise() -> None:
     assert options()["enable_prefix_caching"] and options(on_cpu=True)["enable_prefix_caching"]
-    assert options({"policy.generation.vllm_kwargs": {"enable_prefix_caching": False}}) == {**options(), "enable_prefix_caching": False}
+    assert options({"policy.generation.vllm_kwargs": {"enable_prefix_caching": False}}) == {
+        **options(),
+        "enable_prefix_caching": False,
+    }
 
 
 def test_further_arguments_come_last() -> None:
@@ -136,12 +159,18 @@ def test_graphs_are_captured_up_to_the_rows_of_an_engine(rows: int, sizes: list[
     given = {"policy.generation.vllm_kwargs": {"max_num_seqs": rows}}
     assert options(given) == {**options(), "max_num_seqs": rows, "cudagraph_capture_sizes": sizes}
     assert options(given, on_cpu=True) == {**options(on_cpu=True), "max_num_seqs": rows}
-    assert "cudagraph_capture_sizes" not in options({**given, "policy.generation.vllm_cfg.enforce_eager": True})
+    assert "cudagraph_capture_sizes" not in options(
+        {**given, "policy.generation.vllm_cfg.enforce_eager": True}
+    )
 
 
 @pytest.mark.parametrize(
     "own",
-    [{"max_cudagraph_capture_size": 8}, {"compilation_config": {"cudagraph_capture_sizes": [8]}}, {"cudagraph_capture_sizes": [8]}],
+    [
+        {"max_cudagraph_capture_size": 8},
+        {"compilation_config": {"cudagraph_capture_sizes": [8]}},
+        {"cudagraph_capture_sizes": [8]},
+    ],
 )
 def test_sizes_of_graphs_that_arguments_choose_are_left_to_them(own: dict[str, Any]) -> None:
     further = {"max_num_seqs": 20, **own}
@@ -176,8 +205,14 @@ def test_arguments_stand_in_for_the_configuration_s_values() -> None:
 
 
 def test_values_that_nobody_else_knows_are_asked_for_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"lacks model_name, max_new_tokens, pad_token_id, stop_token_ids, vllm_cfg\.max_model_len"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks model_name, max_new_tokens, pad_token_id, stop_token_ids, vllm_cfg\.max_model_len",
+    ):
         completed({})
-    with pytest.raises(ConfigError, match=r"lacks stop_token_ids\. Fix: .* come from configure_generation_config\(config, tokenizer\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks stop_token_ids\. Fix: .* come from configure_generation_config\(config, tokenizer\)",
+    ):
         completed({**LEAST, "stop_token_ids": None})
     assert completed({**LEAST, "stop_token_ids": []})["stop_token_ids"] == []

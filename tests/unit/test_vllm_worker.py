@@ -1,4 +1,5 @@
-"""The actor of an engine, without vLLM: its engine is played. GPUs of its place, caches of older weights, seeds, how megarl is found."""
+"""The actor of an engine, without vLLM: its engine is played. GPUs of its place, caches of older weights,
+seeds, how megarl is found."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ LEAST = {
     "stop_token_ids": [2],
 }
 PROMPTS = BatchedDataDict(
-    {"input_ids": torch.tensor([[5, 6], [7, 0]]), "input_lengths": torch.tensor([2, 1]), "sampling_seeds": torch.tensor([-3, 8])}
+    {
+        "input_ids": torch.tensor([[5, 6], [7, 0]]),
+        "input_lengths": torch.tensor([2, 1]),
+        "sampling_seeds": torch.tensor([-3, 8]),
+    }
 )
 
 
@@ -62,7 +67,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "Engine", PlayedEngine)
     monkeypatch.setattr(worker, "runtime", lambda: SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(plugin, "register", lambda: None)
-    monkeypatch.setattr(worker.ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["6"]}))
+    monkeypatch.setattr(
+        worker.ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["6"]})
+    )
     monkeypatch.setattr(worker.ray.util, "get_current_placement_group", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
 
@@ -94,7 +101,9 @@ def test_a_refit_by_itself_is_one_update_of_the_engine(gpus: None) -> None:
     assert [call[2] for call in calls_of(one)[before:] if call[1:2] == ("megarl_call",)] == asked
 
 
-def test_ranks_of_an_engine_that_fails_refuse_the_refit_they_were_asked_for(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_an_engine_that_fails_refuse_the_refit_they_were_asked_for(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever of the calls fails, also where a rank had not begun."""
     for failing in ("start_weight_update", "update_weights", "finish_weight_update"):
         one = refitted()
@@ -118,13 +127,17 @@ def test_an_engine_of_one_rank_sees_the_gpu_of_its_place_alone(gpus: None) -> No
 
 
 def test_an_engine_of_two_ranks_without_places_is_refused(gpus: None) -> None:
-    config = completed({**LEAST, "vllm_cfg": {"max_model_len": 64, "precision": "bfloat16", "pipeline_parallel_size": 2}})
+    config = completed(
+        {**LEAST, "vllm_cfg": {"max_model_len": 64, "precision": "bfloat16", "pipeline_parallel_size": 2}}
+    )
     with pytest.raises(ConfigError, match="an engine of 2 ranks on GPUs has no places"):
         VllmGenerationWorker(config)
 
 
 @pytest.mark.parametrize("key", ["pipeline_parallel_size", "expert_parallel_size"])
-def test_an_engine_on_a_cpu_that_vllm_cannot_run_is_refused(gpus: None, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_an_engine_on_a_cpu_that_vllm_cannot_run_is_refused(
+    gpus: None, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setattr(worker, "runtime", lambda: SimpleNamespace(is_cuda=False))
     config = completed({**LEAST, "vllm_cfg": {"max_model_len": 64, "precision": "bfloat16", key: 2}})
     with pytest.raises(ConfigError, match=rf"{key} = 2: vLLM 0\.32 for CPUs"):
@@ -163,7 +176,9 @@ def test_seeds_are_those_of_the_rows_or_one_for_the_engine(
     output = one.generate(PROMPTS, greedy=greedy, version=4)
     asked = calls_of(one)[before:]
     assert [call[0] for call in asked] == calls
-    assert [call[1:] for call in asked if call[0] == "collective_rpc"] == [("megarl_seed", 2**63 - 3)] * (len(calls) > 1)
+    assert [call[1:] for call in asked if call[0] == "collective_rpc"] == [("megarl_seed", 2**63 - 3)] * (
+        len(calls) > 1
+    )
     assert [call[1:] for call in asked if call[0] == "wake_up"] == [(["scheduling"],)] * (len(calls) > 1)
     assert one._engine.seeds == seeds  # type: ignore[attr-defined]
     assert output["generation_lengths"].tolist() == [1, 1]
@@ -172,16 +187,26 @@ def test_seeds_are_those_of_the_rows_or_one_for_the_engine(
 def test_megarl_that_is_on_the_path_alone_is_refused(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made()
     other = importlib.metadata.EntryPoint("other", "other.plugin:register", plugin.GROUP)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other] if group == plugin.GROUP else [])
-    with pytest.raises(ConfigError, match=r"no installed distribution has megarl's entry point in vllm\.general_plugins"):
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [other] if group == plugin.GROUP else []
+    )
+    with pytest.raises(
+        ConfigError, match=r"no installed distribution has megarl's entry point in vllm\.general_plugins"
+    ):
         made()
 
 
 def test_a_validation_draws_otherwise_than_training(gpus: None) -> None:
     one = refitted()
-    for sampling, expected in ((None, (1.0, 0, 1.0)), ({"temperature": 0.6, "top_p": 0.9, "top_k": 5}, (0.6, 5, 0.9))):
+    for sampling, expected in (
+        (None, (1.0, 0, 1.0)),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 5}, (0.6, 5, 0.9)),
+    ):
         one.generate(PROMPTS, greedy=False, version=4, sampling=sampling)
-        asked = [tuple(options[name] for name in ("temperature", "top_k", "top_p")) for options in one._engine.options]  # type: ignore[attr-defined]
+        asked = [
+            tuple(options[name] for name in ("temperature", "top_k", "top_p"))
+            for options in one._engine.options
+        ]  # type: ignore[attr-defined]
         assert asked == [expected] * 2
 
 

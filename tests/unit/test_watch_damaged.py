@@ -25,7 +25,9 @@ from tests.unit.runs import TOTAL, add_checkpoint, make_run
 LAUNCH = {"start": 5.0, "first_step": 0, "total_steps": 9, "host": "h", "process": 1}
 
 
-@pytest.mark.parametrize("metrics", ["", "\n", '{"step": 1, "time": 5, "timi'], ids=["empty", "blank", "half a row"])
+@pytest.mark.parametrize(
+    "metrics", ["", "\n", '{"step": 1, "time": 5, "timi'], ids=["empty", "blank", "half a row"]
+)
 def test_a_run_without_a_whole_row_has_not_made_a_step(tmp_path: Path, metrics: str) -> None:
     make_run(tmp_path, steps=0, algorithm="sft")
     (tmp_path / "metrics.jsonl").write_text(metrics)
@@ -48,7 +50,9 @@ def test_a_run_without_a_whole_row_has_not_made_a_step(tmp_path: Path, metrics: 
         "\x00",
     ],
 )
-def test_a_configuration_that_nobody_can_use_costs_only_what_it_would_have_said(tmp_path: Path, config: str, capsys: Any) -> None:
+def test_a_configuration_that_nobody_can_use_costs_only_what_it_would_have_said(
+    tmp_path: Path, config: str, capsys: Any
+) -> None:
     make_run(tmp_path)
     (tmp_path / "config.yaml").write_text(config)
     assert main(["status", str(tmp_path)]) == 0
@@ -60,12 +64,21 @@ def test_a_configuration_that_nobody_can_use_costs_only_what_it_would_have_said(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"start": "soon"}, {"start": 1e30}, {"start": math.nan}, {"total_steps": "<script>"}, {"total_steps": 2.5}, {"process": True}],
+    [
+        {"start": "soon"},
+        {"start": 1e30},
+        {"start": math.nan},
+        {"total_steps": "<script>"},
+        {"total_steps": 2.5},
+        {"process": True},
+    ],
     ids=str,
 )
 def test_a_launch_of_wrong_types_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
     make_run(tmp_path)
-    (tmp_path / "launches.jsonl").write_text(json.dumps(LAUNCH | wrong) + "\n" + json.dumps(LAUNCH | {"of_a_later_megarl": 1}) + "\n")
+    (tmp_path / "launches.jsonl").write_text(
+        json.dumps(LAUNCH | wrong) + "\n" + json.dumps(LAUNCH | {"of_a_later_megarl": 1}) + "\n"
+    )
     assert read_launches(tmp_path) == [Launch(**LAUNCH)]
     assert main(["status", str(tmp_path)]) == 0
 
@@ -75,9 +88,16 @@ def test_nothing_of_a_file_becomes_an_element_of_the_page(tmp_path: Path) -> Non
     pytest.importorskip("matplotlib")
     evil = "<script>alert(1)</script>"
     run_dir = make_run(tmp_path / "<img src=x>", **{evil: 1.0})
-    config = {"algorithm": evil, evil: {"max_num_steps": 9}, "policy": {"model_name": evil}, "comment": f"</pre>{evil}"}
+    config = {
+        "algorithm": evil,
+        evil: {"max_num_steps": 9},
+        "policy": {"model_name": evil},
+        "comment": f"</pre>{evil}",
+    }
     (run_dir / "config.yaml").write_text(json.dumps(config))
-    (run_dir / "launches.jsonl").write_text(json.dumps(LAUNCH | {"host": evil, "job_id": evil, "outcome": evil}) + "\n")
+    (run_dir / "launches.jsonl").write_text(
+        json.dumps(LAUNCH | {"host": evil, "job_id": evil, "outcome": evil}) + "\n"
+    )
     with open_sinks({}, run_dir) as sinks:
         sinks.log({f"timing/{evil}_s": 1.0, f"train/{evil}": math.nan, "timing/step_s": 1.0}, 31)
     other = make_run(tmp_path / "<img src=y>", steps=1)
@@ -118,7 +138,9 @@ def test_a_checkpoint_alone_is_no_run(tmp_path: Path) -> None:
         read_run_state(tmp_path)
 
 
-def test_a_run_that_ends_while_it_is_looked_at_is_never_called_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_it_is_looked_at_is_never_called_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_run(tmp_path)
     run = ExitStack()
     run.enter_context(RunLock(tmp_path))
@@ -137,7 +159,9 @@ def test_a_run_that_ends_while_it_is_looked_at_is_never_called_killed(tmp_path: 
     assert read_run_state(tmp_path).state == "finished"
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_run(tmp_path)
     add_checkpoint(tmp_path, 10)
     real = run_state.faults_of_checkpoint
@@ -170,7 +194,15 @@ def test_a_loss_that_became_nan_is_said_beside_its_last_number(tmp_path: Path, c
     make_run(tmp_path)
     with open_sinks({}, tmp_path) as sinks:
         for step in (31, 32):
-            sinks.log({"train/loss": math.nan, "train/grad_norm": math.inf, "train/never": math.nan, "timing/step_s": 1.0}, step)
+            sinks.log(
+                {
+                    "train/loss": math.nan,
+                    "train/grad_norm": math.inf,
+                    "train/never": math.nan,
+                    "timing/step_s": 1.0,
+                },
+                step,
+            )
         sinks.log({"train/grad_norm": 1.0, "timing/step_s": 1.0}, 33)
     assert main(["status", str(tmp_path)]) == 0
     assert "not finite  train/loss since step 31, train/never since step 31" in capsys.readouterr().out

@@ -41,7 +41,9 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
         for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "action", "data", "poster") and not (value or "").startswith("#"):
+            if name in ("src", "href", "xlink:href", "action", "data", "poster") and not (
+                value or ""
+            ).startswith("#"):
                 self.fetched.append(f"{tag} {name}={value}")
 
     def handle_endtag(self, tag: str) -> None:
@@ -56,18 +58,37 @@ def words(svg: ElementTree.Element) -> set[str]:
     return {"".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")}
 
 
-def test_a_page_needs_no_network_and_closes_what_it_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_needs_no_network_and_closes_what_it_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = make_run(tmp_path / "a <run> & more", token_mult_prob_error=1.0)
     assert main(["plot", str(run_dir)]) == 0
     written = capsys.readouterr().out.splitlines()
     assert [Path(line).name for line in written] == ["reward.png", "loss.png", "timing.png", "report.html"]
     text = (run_dir / "report.html").read_text()
     page = Page(text)
-    assert page.open == [] and page.fetched == [] and "script" not in page.elements and "@import" not in text and "url(http" not in text
+    assert (
+        page.open == []
+        and page.fetched == []
+        and "script" not in page.elements
+        and "@import" not in text
+        and "url(http" not in text
+    )
     assert "a &lt;run&gt; &amp; more" in text and "<run>" not in text
     titles = set(re.findall(r"<h2>(.*?)</h2>", text))
-    assert {"Reward", "Loss", "KL from the reference policy", "Length of answers", "Throughput", "Time by phase"} <= titles
-    assert {"Generation against training", "Memory of the fullest rank", "Gradient norm"} <= titles and "Entropy" not in titles
+    assert {
+        "Reward",
+        "Loss",
+        "KL from the reference policy",
+        "Length of answers",
+        "Throughput",
+        "Time by phase",
+    } <= titles
+    assert {
+        "Generation against training",
+        "Memory of the fullest rank",
+        "Gradient norm",
+    } <= titles and "Entropy" not in titles
     assert "<td>step 30 of 40 ━" in text and "0.300 (from 0.0100; best 0.300 at step 30)" in text
     assert [path.name for path in run_dir.iterdir() if path.name.endswith(".tmp")] == []
     check_references(pictures(text))
@@ -86,7 +107,12 @@ def check_references(found: list[ElementTree.Element]) -> None:
 
 
 def test_every_panel_names_its_unit_and_the_steps(tmp_path: Path) -> None:
-    series = {name: Series(tuple(range(1, 31)), (0.5,) * 30) for panel in PANELS for curve in panel.curves for name in curve.metrics}
+    series = {
+        name: Series(tuple(range(1, 31)), (0.5,) * 30)
+        for panel in PANELS
+        for curve in panel.curves
+        for name in curve.metrics
+    }
     drawn = draw_all({"run": series})
     assert list(drawn) == [panel.title for panel in PANELS]
     for panel in PANELS:
@@ -97,7 +123,10 @@ def test_every_panel_names_its_unit_and_the_steps(tmp_path: Path) -> None:
 
 @slow
 def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [make_run(tmp_path / "group" / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]
+    runs = [
+        make_run(tmp_path / "group" / name, seed=seed)
+        for seed, name in enumerate(("first", "second", "third"))
+    ]
     assert main(["plot", str(tmp_path / "group")]) == 0
     page = tmp_path / "group" / "comparison.html"
     assert capsys.readouterr().out == f"{page}\n"
@@ -109,7 +138,10 @@ def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture
     } <= words(reward)
     legend = re.findall(r'<i style="background:(#\w+)"></i>(\w+)</span>', text)
     assert [name for _, name in legend] == ["first", "second", "third"]
-    strokes = [set(re.findall(r"stroke: (#\w{6})", ElementTree.tostring(svg, encoding="unicode"))) for svg in pictures(text)[:-1]]
+    strokes = [
+        set(re.findall(r"stroke: (#\w{6})", ElementTree.tostring(svg, encoding="unicode")))
+        for svg in pictures(text)[:-1]
+    ]
     assert all({colour for colour, _ in legend} <= colours for colours in strokes)
     assert {"first", "second", "third", "seconds a step, mean of all steps"} <= words(pictures(text)[-1])
     assert main(["plot", str(runs[0]), str(runs[2]), "--out", str(tmp_path / "new" / "two.html")]) == 0
@@ -144,14 +176,20 @@ def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, capsys: pytest.Captu
 def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("one", "two")]  # with a row of 9 s for step 0
     assert read_run_state(runs[0]).series["timing/step_s"].steps[0] == 0
-    # 30 steps of 2 s of generation; 3 checkpoints of 5 s among them; 3.75 s a step and what the checkpoints add
-    alone, beside = (words(pictures(write_report(runs[:count], tmp_path / "page.html").read_text())[-1]) for count in (1, 2))
+    # 30 steps of 2 s of generation; 3 checkpoints of 5 s among them; 3.75 s a step and what the checkpoints
+    # add
+    alone, beside = (
+        words(pictures(write_report(runs[:count], tmp_path / "page.html").read_text())[-1])
+        for count in (1, 2)
+    )
     assert {"generation (2 s)", "train (1.5 s)", "checkpoint (0.5 s)"} <= alone
     assert "4.25 s" in beside
 
 
 @slow
-def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_elsewhere_leaves_the_run_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = make_run(tmp_path / "run")
     before = sorted(run_dir.iterdir())
     assert main(["plot", str(run_dir), "--out", str(tmp_path / "page.html")]) == 0
@@ -204,12 +242,23 @@ def test_many_runs_with_long_names_leave_room_for_their_curves(tmp_path: Path) -
 def test_what_is_not_computed_has_no_curve() -> None:
     """Zeros of a loss without a reference policy are none of its divergence; a reward of zero is one."""
     steps, none = tuple(range(1, 31)), (0.0,) * 30
-    zeros = {name: Series(steps, none) for panel in PANELS for curve in panel.curves for name in curve.metrics}
+    zeros = {
+        name: Series(steps, none) for panel in PANELS for curve in panel.curves for name in curve.metrics
+    }
     absent = {panel.title for panel in PANELS} - draw_all({"run": zeros}).keys()
-    assert absent >= {"KL from the reference policy", "Critic", "Entropy", "Model FLOP utilisation", "Memory of the fullest rank"}
+    assert absent >= {
+        "KL from the reference policy",
+        "Critic",
+        "Entropy",
+        "Model FLOP utilisation",
+        "Memory of the fullest rank",
+    }
     assert not absent & {"Reward", "Loss", "Gradient norm", "Answers that were cut off", "Learning rate"}
     assert not draw_all({"run": {}})
-    some = zeros | {"performance/train_mfu": Series(steps, (0.4,) * 30), "train/kl_in_reward": Series(steps, (*none[1:], 0.1))}
+    some = zeros | {
+        "performance/train_mfu": Series(steps, (0.4,) * 30),
+        "train/kl_in_reward": Series(steps, (*none[1:], 0.1)),
+    }
     drawn = draw_all({"run": some, "other": zeros})
     assert "KL from the reference policy" in drawn and "Entropy" not in drawn
     shown = " ".join(words(ElementTree.fromstring(drawn["Model FLOP utilisation"])))
@@ -218,8 +267,14 @@ def test_what_is_not_computed_has_no_curve() -> None:
 
 def contrast(one: str, other: str) -> float:
     """Ratio of WCAG 2 of two colours ``#rgb`` or ``#rrggbb``."""
-    parts = [[colour[1:][place] * 2 for place in range(3)] if len(colour) == 4 else re.findall("..", colour[1:]) for colour in (one, other)]
-    dark, light = sorted(relative_luminance((int(red, 16) / 255, int(green, 16) / 255, int(blue, 16) / 255)) for red, green, blue in parts)
+    parts = [
+        [colour[1:][place] * 2 for place in range(3)] if len(colour) == 4 else re.findall("..", colour[1:])
+        for colour in (one, other)
+    ]
+    dark, light = sorted(
+        relative_luminance((int(red, 16) / 255, int(green, 16) / 255, int(blue, 16) / 255))
+        for red, green, blue in parts
+    )
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -227,8 +282,12 @@ def test_light_and_dark_pages_can_be_read(tmp_path: Path) -> None:
     text = write_report([make_run(tmp_path, token_mult_prob_error=1.0)], tmp_path / "page.html").read_text()
     assert contrast("#fff", "#000000") == pytest.approx(21)
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert style is not None and not re.search(r"#[0-9a-f]{3,6}\b", re.sub(r"--[\w-]+: #\w+", "", style[1])), "all colours have a name"
-    light, dark = (dict(re.findall(r"(--[\w-]+): (#\w+)", part)) for part in style[1].split("prefers-color-scheme: dark"))
+    assert style is not None and not re.search(
+        r"#[0-9a-f]{3,6}\b", re.sub(r"--[\w-]+: #\w+", "", style[1])
+    ), "all colours have a name"
+    light, dark = (
+        dict(re.findall(r"(--[\w-]+): (#\w+)", part)) for part in style[1].split("prefers-color-scheme: dark")
+    )
     assert light.keys() == dark.keys()
     for colours in (light, dark):
         for ink, below in (
@@ -247,7 +306,10 @@ def test_light_and_dark_pages_can_be_read(tmp_path: Path) -> None:
     for svg in pictures(text):
         drawn = ElementTree.tostring(svg, encoding="unicode")
         assert "currentColor" in drawn
-        assert set(re.findall(r"#[0-9a-f]{6}\b", re.sub(r"url\(#\w+\)|href=\"#\w+\"", "", drawn))) <= {*COLOURS, OTHER_COLOUR}
+        assert set(re.findall(r"#[0-9a-f]{6}\b", re.sub(r"url\(#\w+\)|href=\"#\w+\"", "", drawn))) <= {
+            *COLOURS,
+            OTHER_COLOUR,
+        }
         assert float(str(svg.get("viewBox")).split()[2]) == 320
         assert min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawn)) >= 11
 
@@ -255,7 +317,11 @@ def test_light_and_dark_pages_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> None:
     names = [
-        name.removeprefix("train/") for panel in PANELS for curve in panel.curves for name in curve.metrics if name.startswith("train/")
+        name.removeprefix("train/")
+        for panel in PANELS
+        for curve in panel.curves
+        for name in curve.metrics
+        if name.startswith("train/")
     ]
     runs = [make_run(tmp_path / name, **dict.fromkeys(names, 0.5)) for name in ("run", "another-run-" * 8)]
     pages = [write_report(runs[:count], tmp_path / f"page{count}.html") for count in (1, 2)]
@@ -270,7 +336,10 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> No
         for page, width, scheme in itertools.product(pages, (390, 1400), ("light", "dark")):
             opened.look(width, scheme)
             opened.open(page)
-            assert opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+            assert (
+                opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+                == 0
+            )
             assert min(opened.value(sizes)) > 10.9 and opened.value(outside) == []
             ink = {"light": "rgb(34, 48, 58)", "dark": "rgb(227, 232, 235)"}[scheme]
             assert opened.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
@@ -279,7 +348,10 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> No
 
 def plot_area(picture: str) -> tuple[float, float]:
     """Width and height of the axes, in points."""
-    corners = re.search(r'<g id="patch_2">\s*<path d="M ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)', picture)
+    corners = re.search(
+        r'<g id="patch_2">\s*<path d="M ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)\s+L ([\d.]+) ([\d.]+)',
+        picture,
+    )
     assert corners is not None
     left, bottom, right, _, _, top = map(float, corners.groups())
     return right - left, bottom - top

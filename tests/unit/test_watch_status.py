@@ -41,12 +41,21 @@ def shown(run_dir: Path, width: int = 80) -> str:
 
 
 def content_of(run_dir: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run_dir.rglob("*") if path.is_file()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in run_dir.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_running_run_is_seen_alive_then_killed(tmp_path: Path) -> None:
     make_run(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         before = content_of(tmp_path)
@@ -71,7 +80,12 @@ def test_what_an_earlier_launch_said_is_not_about_a_later_one(tmp_path: Path) ->
     with pytest.raises(SystemExit), recorded_launch(tmp_path, 0, TOTAL):
         raise SystemExit(75)
     assert read_run_state(tmp_path).state == "ended"
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     process.kill()
     process.communicate()
@@ -90,7 +104,14 @@ def test_looking_never_keeps_a_run_from_starting(tmp_path: Path) -> None:
 
 def test_a_run_on_another_host_is_not_called_dead(tmp_path: Path) -> None:
     make_run(tmp_path)
-    owner = {"pid": 1, "host": "another-host", "boot_id": "b", "process_start": 5, "job_id": "77", "job_restart": 0}
+    owner = {
+        "pid": 1,
+        "host": "another-host",
+        "boot_id": "b",
+        "process_start": 5,
+        "job_id": "77",
+        "job_restart": 0,
+    }
     (tmp_path / "run.lock").write_text(json.dumps(owner))
     state = read_run_state(tmp_path)
     assert state.state == "elsewhere" and "another-host (Slurm job 77)" in state.reason
@@ -122,12 +143,24 @@ def test_launches_are_counted_and_say_how_they_ended(tmp_path: Path) -> None:
         outcome.text = FINISHED
     launches = read_launches(tmp_path)
     assert [launch.first_step for launch in launches] == [0, 10, 20, 25, 30]
-    reasons = ["exit code 75", "interrupted", "DataError: the file", "stopped before its last step", "finished"]
+    reasons = [
+        "exit code 75",
+        "interrupted",
+        "DataError: the file",
+        "stopped before its last step",
+        "finished",
+    ]
     assert [launch.outcome for launch in launches] == reasons
-    assert all(isinstance(launch, Launch) and launch.start <= (launch.end or 0) <= time.time() for launch in launches)
+    assert all(
+        isinstance(launch, Launch) and launch.start <= (launch.end or 0) <= time.time() for launch in launches
+    )
     make_run(tmp_path)
     state = read_run_state(tmp_path)
-    assert state.state == "finished" and state.total_steps == 50 and "restarts    4; the last from step 30" in shown(tmp_path)
+    assert (
+        state.state == "finished"
+        and state.total_steps == 50
+        and "restarts    4; the last from step 30" in shown(tmp_path)
+    )
 
 
 def test_what_a_launch_starts_anew_is_counted(tmp_path: Path) -> None:
@@ -138,12 +171,19 @@ def test_what_a_launch_starts_anew_is_counted(tmp_path: Path) -> None:
         outcome.restarted(WORKERS, WorkerLostError("a rank died"), 12)
         with (tmp_path / "launches.jsonl").open("a") as stream:
             # damaged ones, which take neither their launch nor its other restarts along
-            stream.write('{"restart": {"what": "engines", "time": "noon"}}\n{"restart": 5}\n{"restart": {"what')
+            stream.write(
+                '{"restart": {"what": "engines", "time": "noon"}}\n{"restart": 5}\n{"restart": {"what'
+            )
         outcome.restarted(ENGINES, WorkerLostError("again"))
         outcome.text = FINISHED
     one, two = read_launches(tmp_path)
-    assert [(restart.what, restart.reason, restart.step) for restart in one.restarts] == [(ENGINES, "WorkerLostError: an engine", None)]
-    assert [(restart.what, restart.step) for restart in two.restarts] == [(WORKERS, 12), (ENGINES, None)] and two.outcome == FINISHED
+    assert [(restart.what, restart.reason, restart.step) for restart in one.restarts] == [
+        (ENGINES, "WorkerLostError: an engine", None)
+    ]
+    assert [(restart.what, restart.step) for restart in two.restarts] == [
+        (WORKERS, 12),
+        (ENGINES, None),
+    ] and two.outcome == FINISHED
     told = as_plain(read_run_state(tmp_path))
     assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (1, 1, 2)
     said = shown(tmp_path, 200)
@@ -155,7 +195,9 @@ def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:
     with recorded_launch(tmp_path / "missing", 0, 5):
         reached.append(True)
         (tmp_path / "missing").mkdir()
-    assert reached and not list((tmp_path / "missing").iterdir()), "an end without a start would be that of another launch"
+    assert reached and not list((tmp_path / "missing").iterdir()), (
+        "an end without a start would be that of another launch"
+    )
 
 
 def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path) -> None:
@@ -165,8 +207,15 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
     newest = add_checkpoint(tmp_path, 20)
     (tmp_path / "checkpoints" / "tmp_step_30").mkdir()
     checkpoint = read_run_state(tmp_path).checkpoint
-    assert checkpoint is not None and checkpoint.step == 20 and checkpoint.problems == () and checkpoint.size > 5000
-    assert "step 20, whole (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(shown(tmp_path).split())
+    assert (
+        checkpoint is not None
+        and checkpoint.step == 20
+        and checkpoint.problems == ()
+        and checkpoint.size > 5000
+    )
+    assert "step 20, whole (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(
+        shown(tmp_path).split()
+    )
     content = bytearray((newest / "weights").read_bytes())
     content[2500] ^= 1
     (newest / "weights").write_bytes(content)
@@ -174,7 +223,9 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
     assert by_size is not None and by_size.step == 20
     assert by_hash is not None and by_hash.step == 10 and by_hash.hashed
     (newest / "weights").write_bytes(content[:-1])
-    assert "step 10, whole (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(shown(tmp_path).split())
+    assert "step 10, whole (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(
+        shown(tmp_path).split()
+    )
     (tmp_path / "checkpoints" / "step_10" / "weights").unlink()
     assert "damaged (weights has 4999 bytes" in " ".join(shown(tmp_path).split())
 
@@ -224,7 +275,9 @@ def test_lines_fit_the_terminal(tmp_path: Path, width: int) -> None:
     assert max(map(len, shown(run_dir, width).splitlines())) <= width
 
 
-def test_what_is_no_run_is_refused_with_what_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused_with_what_was_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path / "missing")]) == 2
     assert "does not exist" in capsys.readouterr().err
     make_run(tmp_path / "group" / "one")

@@ -1,4 +1,5 @@
-"""Whole tensors out of many shards at once: against one parameter at a time, for every shape and cut; and that the copies stay few."""
+"""Whole tensors out of many shards at once: against one parameter at a time, for every shape and cut; and
+that the copies stay few."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from tests.unit.converters_tiny import tiny_config
 pytestmark = newest_megatron
 
 
-def assembled(rules: Sequence[Rule], shards: Sequence[Sequence[Tensor]], architecture: Architecture) -> list[tuple[str, Tensor]]:
+def assembled(
+    rules: Sequence[Rule], shards: Sequence[Sequence[Tensor]], architecture: Architecture
+) -> list[tuple[str, Tensor]]:
     """As a stream has them: the shards of all parameters behind one another, a row a rank."""
     ranks = len(shards[0])
     rows = torch.stack([torch.cat([of_rule[rank].flatten() for of_rule in shards]) for rank in range(ranks)])
@@ -43,8 +46,15 @@ def test_the_tensors_are_those_of_one_parameter_at_a_time(drawn: DrawnModel) -> 
         rules = [rule for rule in all_rules(architecture) if is_expert(rule.megatron_name) is of_experts]
         if not rules:
             continue
-        shards = [[load_shard(rule, source, architecture, rank, ranks, drawn.padded_vocab) for rank in range(ranks)] for rule in rules]
-        expected = [pair for rule, of_rule in zip(rules, shards, strict=True) for pair in to_hf(rule, of_rule, architecture)]
+        shards = [
+            [load_shard(rule, source, architecture, rank, ranks, drawn.padded_vocab) for rank in range(ranks)]
+            for rule in rules
+        ]
+        expected = [
+            pair
+            for rule, of_rule in zip(rules, shards, strict=True)
+            for pair in to_hf(rule, of_rule, architecture)
+        ]
         found = assembled(rules, shards, architecture)
         assert [name for name, _ in found] == [name for name, _ in expected]
         for (name, tensor), (_, right) in zip(found, expected, strict=True):
@@ -57,7 +67,9 @@ def test_the_tensors_are_those_of_one_parameter_at_a_time(drawn: DrawnModel) -> 
     picks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, max_size=30),
     seed=st.integers(0, 9),
 )
-def test_merged_copies_copy_the_same(forms: list[tuple[int, int]], picks: list[tuple[int, int]], seed: int) -> None:
+def test_merged_copies_copy_the_same(
+    forms: list[tuple[int, int]], picks: list[tuple[int, int]], seed: int
+) -> None:
     """Sources anywhere, one within another too; targets apart, in no order."""
     order = list(range(len(picks)))
     random.Random(seed).shuffle(order)
@@ -104,10 +116,18 @@ def test_heads_of_all_groups_and_ranks_are_one_copy_a_projection() -> None:
 def test_a_shard_of_another_shape_is_named() -> None:
     architecture = read_architecture(tiny_config("llama"))
     rule = all_rules(architecture)[1]
-    with pytest.raises(ConversionError, match=rf"{rule.megatron_name}: the shard of rank 0 is \[1000\], expected"):
+    with pytest.raises(
+        ConversionError, match=rf"{rule.megatron_name}: the shard of rank 0 is \[1000\], expected"
+    ):
         assembly_of([rule], [(1000,)], 1, architecture)
 
 
 def test_buckets_are_filled_in_order_and_a_large_one_stands_alone() -> None:
-    assert list(in_buckets([4, 6, 1, 9, 30, 2, 0, 8, 1], lambda size: size, 10)) == [[4, 6], [1, 9], [30], [2, 0, 8], [1]]
+    assert list(in_buckets([4, 6, 1, 9, 30, 2, 0, 8, 1], lambda size: size, 10)) == [
+        [4, 6],
+        [1, 9],
+        [30],
+        [2, 0, 8],
+        [1],
+    ]
     assert list(in_buckets([], len, 10)) == []

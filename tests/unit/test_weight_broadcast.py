@@ -1,4 +1,5 @@
-"""Weights over a group of their own: the handshake, whole refits, and engines that leave; ranks are threads here."""
+"""Weights over a group of their own: the handshake, whole refits, and engines that leave; ranks are threads
+here."""
 
 from __future__ import annotations
 
@@ -41,7 +42,14 @@ def together(*actions: Callable[[], Any]) -> list[Any]:
 
 
 def joining(port: int, rank: int, **changes: Any) -> Callable[[], TransferGroup]:
-    options = {"world_size": 3, "digest": MANIFEST.digest, "buffer_bytes": 26_000, "handshake_s": 20.0, "collective_s": 20.0, **changes}
+    options = {
+        "world_size": 3,
+        "digest": MANIFEST.digest,
+        "buffer_bytes": 26_000,
+        "handshake_s": 20.0,
+        "collective_s": 20.0,
+        **changes,
+    }
     return lambda: TransferGroup(HOST, port, rank=rank, device=CPU, **options)
 
 
@@ -59,7 +67,9 @@ def listening(group: TransferGroup) -> Callable[[], tuple[int, dict[str, Tensor]
 
     def listen() -> tuple[int, dict[str, Tensor]]:
         received.clear()
-        version = listener.receive(lambda tensors: received.update({name: tensor.clone() for name, tensor in tensors}))
+        version = listener.receive(
+            lambda tensors: received.update({name: tensor.clone() for name, tensor in tensors})
+        )
         assert listener.version == version
         return version, dict(received)
 
@@ -82,7 +92,9 @@ def test_every_engine_rank_gets_every_version(groups: list[TransferGroup], with_
         ({"rank": 5}, "rank 5 is outside the 3 ranks"),
     ],
 )
-def test_a_rank_that_expects_something_else_is_refused_though_others_are_missing(changes: dict[str, Any], message: str) -> None:
+def test_a_rank_that_expects_something_else_is_refused_though_others_are_missing(
+    changes: dict[str, Any], message: str
+) -> None:
     """The third rank never comes, and the handshake has hours: who is wrong is refused when it comes."""
     port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, **{"rank": 1, **changes}))
@@ -92,10 +104,14 @@ def test_a_rank_that_expects_something_else_is_refused_though_others_are_missing
 def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
     port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, 1), joining(port, 1))
-    assert all(isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes), outcomes
+    assert all(
+        isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes
+    ), outcomes
 
 
-def ending_when_here(meeting: Rendezvous, count: int, join: Callable[[], TransferGroup]) -> Callable[[], TransferGroup]:
+def ending_when_here(
+    meeting: Rendezvous, count: int, join: Callable[[], TransferGroup]
+) -> Callable[[], TransferGroup]:
     """The policy's first rank, whose time is over as soon as ``count`` others have said who they are."""
 
     accept, accepted = meeting._accept, itertools.count(1)
@@ -143,7 +159,9 @@ def test_who_is_not_on_the_policy_s_network_does_not_reach_it(address: str) -> N
         Rendezvous(address, port, keeps=True)
     assert listening_ports() - before == {port}
     other = Rendezvous(address, port, keeps=False)
-    together(lambda: meeting.judge({}, Members(2, 1), {"buffer_bytes": 0}), lambda: other.introduce({}, 1, 0, 0))
+    together(
+        lambda: meeting.judge({}, Members(2, 1), {"buffer_bytes": 0}), lambda: other.introduce({}, 1, 0, 0)
+    )
     meeting.store.set("said", "hello")
     assert other.store.get("said") == b"hello"
     # by then the store listens, and nobody is waited for any more
@@ -161,7 +179,9 @@ def listening_ports() -> set[int]:
 
 def test_an_address_of_another_host_is_an_error() -> None:
     with pytest.raises(
-        RefitError, match=r"no group for weights at 203\.0\.113\.1:\d+: the port cannot be taken \(.*assign requested address"
+        RefitError,
+        match=r"no group for weights at 203\.0\.113\.1:\d+: the port cannot be taken \(.*assign requested "
+        r"address",
     ):
         Rendezvous("203.0.113.1", free_port(HOST), keeps=True)
 
@@ -185,7 +205,10 @@ def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, Tensor]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"embed": torch.zeros(2)}, r"gives embed \[2\] float32 where embed \[131, 48\] float32 was announced"),
+        (
+            {"embed": torch.zeros(2)},
+            r"gives embed \[2\] float32 where embed \[131, 48\] float32 was announced",
+        ),
         ({"norm": torch.zeros(5)}, r"gives norm \[5\] float32 where norm \[5\] float64 was announced"),
         ({"more": torch.zeros(5)}, "gives more after the last weight"),
     ],
@@ -200,21 +223,28 @@ def test_weights_that_were_not_announced_are_refused_by_all_and_the_next_refit_w
     error, *others = together(lambda: policy.send(stream, 2), *engines)
     assert isinstance(error, RefitError) and re.search(message, str(error))
     assert next(stream, None) is None, "gathering is collective: the stream has to be taken to its end"
-    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    assert all(
+        isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others
+    )
     refit(policy, engines, weights(3), 3)
 
 
 def error_of(groups: list[TransferGroup], stream: Iterator[tuple[str, Tensor]]) -> Any:
-    """What the policy says of a stream that fails. The engines hear that it gave up, and the next refit works."""
+    """What the policy says of a stream that fails. The engines hear that it gave up, and the next refit
+    works."""
     policy = WeightBroadcaster(groups[0], MANIFEST)
     engines = [listening(group) for group in groups[1:]]
     error, *others = together(lambda: policy.send(stream, 2), *engines)
-    assert all(isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others)
+    assert all(
+        isinstance(other, RefitError) and "the policy gave the refit up" in str(other) for other in others
+    )
     refit(policy, engines, weights(3), 3)
     return error
 
 
-def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(groups: list[TransferGroup]) -> None:
+def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(
+    groups: list[TransferGroup],
+) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield next(iter(weights().items()))
         raise ZeroDivisionError
@@ -222,7 +252,9 @@ def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_
     assert isinstance(error_of(groups, broken()), ZeroDivisionError)
 
 
-def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(groups: list[TransferGroup]) -> None:
+def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(
+    groups: list[TransferGroup],
+) -> None:
     class Broken(FlatBucketIterator):
         calls = 0
 
@@ -247,11 +279,15 @@ def test_an_interrupted_policy_is_waited_for_by_nobody(groups: list[TransferGrou
 
     error, *others = together(lambda: policy.send(interrupted(), 2), *engines)
     assert isinstance(error, KeyboardInterrupt)
-    assert all(isinstance(other, RefitError) and "did not get through" in str(other) for other in others), others
+    assert all(isinstance(other, RefitError) and "did not get through" in str(other) for other in others), (
+        others
+    )
     assert not any("Timed out" in str(other) for other in others), others
 
 
-def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bytes_are_found_and_the_next_refit_works(
+    groups: list[TransferGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = WeightBroadcaster(groups[0], MANIFEST, with_checksum=True)
     engines = [listening(group) for group in groups[1:]]
     broadcast = groups[0].broadcast
@@ -262,7 +298,9 @@ def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferG
 
     monkeypatch.setattr(groups[0], "broadcast", damaged)
     error, *others = together(lambda: policy.send(iter(weights().items()), 1), *engines)
-    assert isinstance(error, RefitError) and re.search(r"rank 1: .*embed on have another checksum.* rank 2: ", str(error))
+    assert isinstance(error, RefitError) and re.search(
+        r"rank 1: .*embed on have another checksum.* rank 2: ", str(error)
+    )
     assert all("embed on have another checksum" in str(other) for other in others)
     monkeypatch.undo()
     refit(policy, engines, weights(2), 2)
@@ -276,13 +314,22 @@ def test_what_one_engine_cannot_load_no_engine_serves(groups: list[TransferGroup
         raise MemoryError("no room for embed")
 
     error, first, second = together(
-        lambda: policy.send(iter(weights().items()), 1), lambda: listeners[0].receive(full), lambda: listeners[1].receive(lambda _: None)
+        lambda: policy.send(iter(weights().items()), 1),
+        lambda: listeners[0].receive(full),
+        lambda: listeners[1].receive(lambda _: None),
     )
     assert isinstance(error, RefitError) and "rank 1: MemoryError: no room for embed" in str(error)
-    assert isinstance(first, MemoryError) and isinstance(second, RefitError) and "others could not load" in str(second)
+    assert (
+        isinstance(first, MemoryError)
+        and isinstance(second, RefitError)
+        and "others could not load" in str(second)
+    )
     assert [listener.version for listener in listeners] == [None, None]
     kept: dict[str, Tensor] = {}
-    outcomes = together(lambda: policy.send(iter(weights(4).items()), 4), *(lambda one=one: one.receive(kept.update) for one in listeners))
+    outcomes = together(
+        lambda: policy.send(iter(weights(4).items()), 4),
+        *(lambda one=one: one.receive(kept.update) for one in listeners),
+    )
     assert outcomes == [None, 4, 4]
 
 
@@ -293,7 +340,10 @@ def test_an_engine_without_memory_for_its_buffers_is_refused_at_once_and_no_one_
     policy, other = WeightBroadcaster(first, MANIFEST), listening(third)
     with (
         no_more_memory_than(2**24, [os.getpid()]),
-        pytest.raises(RefitError, match=r"no memory for 2 buffers of 67109120 bytes.* set a smaller policy\.refit_buffer_size_gb"),
+        pytest.raises(
+            RefitError,
+            match=r"no memory for 2 buffers of 67109120 bytes.* set a smaller policy\.refit_buffer_size_gb",
+        ),
     ):
         WeightListener(second, MANIFEST)
     outcomes = together(lambda: policy.send(iter(weights(0).items()), 0), other)

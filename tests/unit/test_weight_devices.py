@@ -1,4 +1,5 @@
-"""Weights through memory of a GPU, which is played by host memory: its handle, and copies that run later than they are asked for."""
+"""Weights through memory of a GPU, which is played by host memory: its handle, and copies that run later than
+they are asked for."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_groups_are_acknowledged_when_their_copies_have_run_and_the_handle_is_ma
     receiver.close()
 
 
-def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices, sender: WeightSender) -> None:
+def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(
+    devices: Devices, sender: WeightSender
+) -> None:
     receiver = WeightReceiver(sender.manifest, CUDA)
 
     def fail() -> None:
@@ -86,7 +89,11 @@ def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices,
 
     with pytest.raises(RuntimeError, match="illegal"), receiver.group(next(sent(sender, 0))):
         devices.queued.append(fail)
-    assert sender._mailbox is not None and sender._mailbox._look(0.0) is None and [one.read for one in sender._mailbox._everybody] == [0]
+    assert (
+        sender._mailbox is not None
+        and sender._mailbox._look(0.0) is None
+        and [one.read for one in sender._mailbox._everybody] == [0]
+    )
     receiver.close()
 
 
@@ -100,7 +107,9 @@ def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices,
         ({"tensor_offset": ...}, "tensor_offset"),
     ],
 )
-def test_a_handle_with_other_fields_or_types_is_refused(devices: Devices, changes: dict[str, Any], field: str) -> None:
+def test_a_handle_with_other_fields_or_types_is_refused(
+    devices: Devices, changes: dict[str, Any], field: str
+) -> None:
     handle = IpcBuffer.create(100, CUDA).handle()
     device = {name: value for name, value in {**handle["device"], **changes}.items() if value is not ...}
     with pytest.raises(RefitError, match=rf"has other fields than megarl's: {field}\."):
@@ -108,14 +117,18 @@ def test_a_handle_with_other_fields_or_types_is_refused(devices: Devices, change
     assert devices.opened == []
 
 
-def test_a_torch_that_shares_memory_by_other_fields_is_refused(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_shares_memory_by_other_fields_is_refused(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = IpcBuffer.create(100, CUDA).handle()
 
     def rebuild(storage_handle: bytes, fabric: int) -> None: ...
 
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", rebuild)
     for use in (lambda: IpcBuffer.create(100, CUDA), lambda: IpcBuffer.attach(handle, CUDA)):
-        with pytest.raises(RefitError, match=r"shares device memory by other fields than megarl knows: \['dtype', .*'fabric'"):
+        with pytest.raises(
+            RefitError, match=r"shares device memory by other fields than megarl knows: \['dtype', .*'fabric'"
+        ):
             use()
 
 
@@ -126,9 +139,15 @@ def test_a_torch_that_shares_memory_by_other_fields_is_refused(devices: Devices,
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
-            ["max_split_size_mb:64,expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"],
+            [
+                "max_split_size_mb:64,expandable_segments:False",
+                "max_split_size_mb:64,expandable_segments:True",
+            ],
         ),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ["expandable_segments:False", "expandable_segments:True"]),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            ["expandable_segments:False", "expandable_segments:True"],
+        ),
     ],
 )
 def test_the_buffer_lies_in_a_segment_that_does_not_grow(

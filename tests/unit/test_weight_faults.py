@@ -1,4 +1,5 @@
-"""Policies and engines killed within a refit, in real processes: no part is served, nobody waits for the dead, the next refit works."""
+"""Policies and engines killed within a refit, in real processes: no part is served, nobody waits for the
+dead, the next refit works."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def test_two_runs_on_one_machine_do_not_see_each_other(start: Start) -> None:
 
 
 @sampled(1)
-@pytest.mark.parametrize("where", ["layer.0.weight", "layer.4.weight"], ids=["in-the-first-group", "when-all-has-come"])
+@pytest.mark.parametrize(
+    "where", ["layer.0.weight", "layer.4.weight"], ids=["in-the-first-group", "when-all-has-come"]
+)
 def test_an_engine_killed_within_a_broadcast_ends_it_for_all(start: Start, where: str) -> None:
     policy, engine, other = start(Policy), start(Engine), start(Engine)
     connect(policy, engine, other)
@@ -148,8 +151,12 @@ def connect_stages(stages: list[Actor], engines: list[Actor]) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("killed", "before"), [(0, 2), (1, 1), (1, None)], ids=["first-stage", "later-stage", "when-all-has-come"])
-def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed: int, before: int | None) -> None:
+@pytest.mark.parametrize(
+    ("killed", "before"), [(0, 2), (1, 1), (1, None)], ids=["first-stage", "later-stage", "when-all-has-come"]
+)
+def test_a_stage_killed_within_a_broadcast_ends_it_for_all(
+    start: Start, killed: int, before: int | None
+) -> None:
     stages, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]
     connect_stages(stages, engines)
     assert broadcast(stages, engines, 1) == ["sent"] * 2 + [(1, expected(1))] * 2

@@ -1,4 +1,5 @@
-"""Refits that ranks of policy and engines make among themselves, through a mailbox: threads and real processes, faults of either side."""
+"""Refits that ranks of policy and engines make among themselves, through a mailbox: threads and real
+processes, faults of either side."""
 
 from __future__ import annotations
 
@@ -30,10 +31,14 @@ NAMES = [f"layer.{number}" for number in range(7)]
 
 
 def weights(step: int) -> dict[str, Tensor]:
-    """Seven weights of unequal types and sizes: four groups of at most ``GROUP`` bytes, other numbers at each step."""
+    """Seven weights of unequal types and sizes: four groups of at most ``GROUP`` bytes, other numbers at each
+    step."""
     generator = torch.Generator().manual_seed(step)
     kinds = (torch.float32, torch.bfloat16, torch.float64)
-    return {name: torch.randn(11, 11, generator=generator).to(kinds[number % 3]) for number, name in enumerate(NAMES)}
+    return {
+        name: torch.randn(11, 11, generator=generator).to(kinds[number % 3])
+        for number, name in enumerate(NAMES)
+    }
 
 
 class Side:
@@ -51,7 +56,9 @@ class Side:
             self.taken += 1
             yield pair
 
-    def hand_over(self, step: int, *, ticket: int | None = None, session: int = SESSION, patience: float = 60.0) -> None:
+    def hand_over(
+        self, step: int, *, ticket: int | None = None, session: int = SESSION, patience: float = 60.0
+    ) -> None:
         self.step, self.taken = step, 0
         self.sender.begin(step)
         self.sender.hand_over(session, step if ticket is None else ticket, most=GROUP, patience=patience)
@@ -122,14 +129,18 @@ def refit(pool: ThreadPoolExecutor, side: Side, readers: list[Reader], step: int
     return [future.result(60) for future in receiving]
 
 
-def test_every_reader_has_every_version_whole(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_every_reader_has_every_version_whole(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     assert len(list(side.sender.manifest.groups(GROUP))) == 4
     for step in range(1, 6):
         assert refit(pool, side, readers, step) == [step, step]
         assert all(reader.has(step) and reader.groups == 4 for reader in readers)
 
 
-def test_a_slot_is_written_again_when_the_slowest_reader_has_read_it(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_a_slot_is_written_again_when_the_slowest_reader_has_read_it(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     """While it reads a group, the policy lays down one more, and gathers of the next one nothing."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -172,7 +183,9 @@ def test_a_reader_that_fails_is_waited_for_no_longer_and_reads_the_next_refit(
     assert refit(pool, side, readers, 3) == [3, 3] and all(reader.has(3) for reader in readers)
 
 
-def test_a_reader_that_refused_before_it_began_is_not_waited_for(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_a_reader_that_refused_before_it_began_is_not_waited_for(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     readers[0].mailbox.refuse(1)
     receiving = pool.submit(readers[1].receive, 1)
     side.hand_over(1)
@@ -200,7 +213,9 @@ def test_a_policy_that_fails_says_why_goes_through_its_weights_and_the_next_refi
     with pytest.raises(RefitError, match=rf"gives {named} \[3\] float32 where {named} \[11, 11\]"):
         side.hand_over(2)
     for future in receiving:
-        with pytest.raises(RefitError, match=rf"the policy gave the refit up: RefitError: .*{named} \[3\].*refit anew"):
+        with pytest.raises(
+            RefitError, match=rf"the policy gave the refit up: RefitError: .*{named} \[3\].*refit anew"
+        ):
             future.result(60)
     assert taken == NAMES, "the other ranks gather to the end"
     assert [reader.receiver.version for reader in readers] == [None, None]
@@ -222,20 +237,30 @@ def test_a_policy_that_cannot_see_who_reads_says_so_and_goes_through_its_weights
     assert refit(pool, side, readers, 2) == [2, 2]
 
 
-def test_a_refit_that_was_never_begun_is_refused_with_the_reason(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_a_refit_that_was_never_begun_is_refused_with_the_reason(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     receiving = pool.submit(readers[0].receive, 9)
     side.sender.refuse(SESSION, 9, StateError("the parameters are in host memory"))
-    with pytest.raises(RefitError, match="gave the refit up: StateError: the parameters are in host memory; refit anew"):
+    with pytest.raises(
+        RefitError, match="gave the refit up: StateError: the parameters are in host memory; refit anew"
+    ):
         receiving.result(60)
     assert refit(pool, side, readers, 10) == [10, 10]
 
 
-def test_a_reader_that_stands_still_is_named_and_frees_the_policy(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_a_reader_that_stands_still_is_named_and_frees_the_policy(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     """It never comes; the other one hears that the refit is over."""
     receiving = pool.submit(readers[0].receive, 1)
-    with pytest.raises(RefitError, match=r"group 0 of the weights was not read by process \d+ of an engine within 0\.05 s"):
+    with pytest.raises(
+        RefitError, match=r"group 0 of the weights was not read by process \d+ of an engine within 0\.05 s"
+    ):
         side.hand_over(1, patience=0.05)
-    with pytest.raises(RefitError, match=r"gave the refit up: RefitError: group 0 of the weights was not read"):
+    with pytest.raises(
+        RefitError, match=r"gave the refit up: RefitError: group 0 of the weights was not read"
+    ):
         receiving.result(60)
     # the last groups are waited for too
     alone, hold = Reader(side, session=3), threading.Event()
@@ -257,10 +282,20 @@ def test_a_reader_that_is_in_the_next_refit_before_the_policy_looks_is_not_waite
         whole = side.sender._mailbox.wait_until_read
 
         def look_late(
-            count: int, patience: float, *, step: int = step, groups: int = groups, receiving: list[Any] = receiving, whole: Any = whole
+            count: int,
+            patience: float,
+            *,
+            step: int = step,
+            groups: int = groups,
+            receiving: list[Any] = receiving,
+            whole: Any = whole,
         ) -> None:
             if count == groups:
-                assert receiving[0].exception(60) is None if step == 1 else isinstance(receiving[0].exception(60), ZeroDivisionError)
+                assert (
+                    receiving[0].exception(60) is None
+                    if step == 1
+                    else isinstance(receiving[0].exception(60), ZeroDivisionError)
+                )
                 readers[0].mailbox.enter(step + 1)
             whole(count, patience)
 
@@ -293,19 +328,25 @@ def test_a_policy_that_is_in_the_next_refit_before_the_reader_looks_is_not_waite
     assert inside.wait(60)
     side.sender.refuse(SESSION, 2, RefitError("another rank could not begin"))
     go_on.set()
-    with pytest.raises(RefitError, match="gave the refit up: RefitError: group 0 of the weights was not read"):
+    with pytest.raises(
+        RefitError, match="gave the refit up: RefitError: group 0 of the weights was not read"
+    ):
         receiving.result(60)
     readers[0].before = lambda group: None
     assert refit(pool, side, readers, 3) == [3, 3] and all(reader.has(3) for reader in readers)
 
 
 def test_a_policy_that_stands_still_is_named(side: Side, readers: list[Reader]) -> None:
-    with pytest.raises(RefitError, match=r"the policy's process \d+ has not posted group 0 of its weights in 0\.05 s"):
+    with pytest.raises(
+        RefitError, match=r"the policy's process \d+ has not posted group 0 of its weights in 0\.05 s"
+    ):
         readers[0].receive(1, patience=0.05)
     assert readers[0].receiver.version is None
 
 
-def test_readers_of_other_engines_are_not_waited_for(pool: ThreadPoolExecutor, side: Side, readers: list[Reader]) -> None:
+def test_readers_of_other_engines_are_not_waited_for(
+    pool: ThreadPoolExecutor, side: Side, readers: list[Reader]
+) -> None:
     """A policy of which two sets of engines have the mailbox hands its weights to one."""
     other = Reader(side, session=1)
     assert refit(pool, side, readers, 1) == [1, 1]
@@ -330,7 +371,9 @@ def test_what_was_posted_for_another_refit_is_not_read(side: Side, readers: list
         reader.close()
 
 
-def test_readers_that_left_or_do_not_know_the_mailbox_are_not_waited_for(pool: ThreadPoolExecutor, side: Side) -> None:
+def test_readers_that_left_or_do_not_know_the_mailbox_are_not_waited_for(
+    pool: ThreadPoolExecutor, side: Side
+) -> None:
     [handle] = side.mailboxes.values()
     readers = [Reader(side) for _ in range(3)]
     readers.pop().close()
@@ -373,7 +416,9 @@ def test_each_device_has_its_own_mailbox() -> None:
     mailbox.close()
 
 
-def test_handles_of_device_memory_go_through_the_mailbox_as_they_are(monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor) -> None:
+def test_handles_of_device_memory_go_through_the_mailbox_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
     """Device memory is played by host memory; its handle is bytes and numbers."""
     devices = pretend_devices(monkeypatch)
     state = weights(1)
@@ -392,7 +437,9 @@ def test_handles_of_device_memory_go_through_the_mailbox_as_they_are(monkeypatch
         sender.begin(ticket)
         sender.hand_over(SESSION, ticket, most=GROUP)
         receiving.result(60)
-        assert receiver.version == ticket and all(torch.equal(loaded.pop(name), state[name]) for name in NAMES)
+        assert receiver.version == ticket and all(
+            torch.equal(loaded.pop(name), state[name]) for name in NAMES
+        )
     assert (len(devices.handles), devices.opened) == (1, [2])
     for one in (sender, receiver, mailbox):
         one.close()
@@ -426,7 +473,9 @@ def hand_over(policy: Actor, engines: list[Actor], step: int) -> list[Any]:
     return [actor.answer() for actor in (policy, *engines)]
 
 
-def test_an_engine_killed_while_it_reads_is_not_waited_for_and_a_new_one_reads(start: Callable[[type[Any]], Actor]) -> None:
+def test_an_engine_killed_while_it_reads_is_not_waited_for_and_a_new_one_reads(
+    start: Callable[[type[Any]], Actor],
+) -> None:
     policy, engine, other = start(Policy), start(Engine), start(Engine)
     meet(policy, engine, other)
     assert hand_over(policy, [engine, other], 1) == ["handed over", (1, expected(1)), (1, expected(1))]
@@ -442,7 +491,9 @@ def test_an_engine_killed_while_it_reads_is_not_waited_for_and_a_new_one_reads(s
     assert hand_over(policy, [new, other], 3) == ["handed over", (3, expected(3)), (3, expected(3))]
 
 
-def test_a_policy_killed_within_a_refit_is_missed_and_leaves_nothing_served(start: Callable[[type[Any]], Actor]) -> None:
+def test_a_policy_killed_within_a_refit_is_missed_and_leaves_nothing_served(
+    start: Callable[[type[Any]], Actor],
+) -> None:
     policy, engine = start(Policy), start(Engine)
     meet(policy, engine)
     assert hand_over(policy, [engine], 1) == ["handed over", (1, expected(1))]
@@ -451,7 +502,9 @@ def test_a_policy_killed_within_a_refit_is_missed_and_leaves_nothing_served(star
     assert policy.answer() == "paused"
     policy.kill()
     error = engine.answer()
-    assert isinstance(error, RefitError) and f"the policy's process {policy.number} ended within a refit" in str(error)
+    assert isinstance(
+        error, RefitError
+    ) and f"the policy's process {policy.number} ended within a refit" in str(error)
     assert engine.do("served") is None
     new = start(Policy)
     meet(new, engine)

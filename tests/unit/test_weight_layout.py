@@ -1,4 +1,5 @@
-"""Where weights lie in a buffer, and how they come there: against copies of one weight at a time, for any shapes, types and strides."""
+"""Where weights lie in a buffer, and how they come there: against copies of one weight at a time, for any
+shapes, types and strides."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from megarl.weight_sync import plan
 from megarl.weight_sync.manifest import Manifest, pack
 from megarl.weight_sync.plan import ALIGNMENT
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+]
 # a scalar, empty ones, odd ones, and rows that need no padding in every type
 SHAPES = [
     (),
@@ -49,7 +58,9 @@ def _weight(shape: tuple[int, ...], dtype: torch.dtype, strides: str, seed: int)
 
     def filled(*sizes: int) -> Tensor:
         high = 2 if dtype == torch.bool else 256
-        data = torch.randint(0, high, (math.prod(sizes) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        data = torch.randint(
+            0, high, (math.prod(sizes) * dtype.itemsize,), dtype=torch.uint8, generator=generator
+        )
         return data.view(dtype).view(sizes)
 
     if strides == "transposed":
@@ -74,7 +85,9 @@ def weights_of_any_kind(draw: st.DrawFn) -> list[Tensor]:
 
 
 @given(weights_of_any_kind(), st.sampled_from([1 << 25, 3000, 1]), st.data())
-def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(weights: list[Tensor], staged: int, data: st.DataObject) -> None:
+def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(
+    weights: list[Tensor], staged: int, data: st.DataObject
+) -> None:
     sent = [(f"w{index}", weight) for index, weight in enumerate(weights)]
     manifest = Manifest.of(sent)
     first = data.draw(st.integers(0, min(2, len(sent) - 1)))
@@ -95,13 +108,20 @@ def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(weights: list[Tenso
     assert all(begin % ALIGNMENT == 0 for begin, _ in places)
     end = 0
     for begin, nbytes in [*places, (group.nbytes, 0)]:
-        assert end <= begin and not buffer[end:begin].any(), "weights overlap, or what lies between them is not zero"
+        assert end <= begin and not buffer[end:begin].any(), (
+            "weights overlap, or what lies between them is not zero"
+        )
         end = begin + nbytes
     assert buffer[group.nbytes :].eq(255).all()
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4, 64), torch.zeros(64, 2), torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(128)])
-def test_one_other_weight_among_many_alike_is_refused_before_anything_of_its_batch_is_written(other: Tensor) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(4, 64), torch.zeros(64, 2), torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(128)],
+)
+def test_one_other_weight_among_many_alike_is_refused_before_anything_of_its_batch_is_written(
+    other: Tensor,
+) -> None:
     weights = [(f"w{index}", torch.ones(2, 64)) for index in range(9)]
     manifest = Manifest.of(weights)
     group = manifest.group(0, 9)
@@ -117,4 +137,9 @@ def test_weights_in_another_order_are_refused() -> None:
     manifest = Manifest.of(weights)
     group = manifest.group(0, 3)
     with pytest.raises(RefitError, match=r"gives w2 \[2, 64\] float32 where w1"):
-        pack(iter([weights[0], weights[2], weights[1]]), manifest, group, torch.zeros(group.nbytes, dtype=torch.uint8))
+        pack(
+            iter([weights[0], weights[2], weights[1]]),
+            manifest,
+            group,
+            torch.zeros(group.nbytes, dtype=torch.uint8),
+        )

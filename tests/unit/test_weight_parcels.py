@@ -1,4 +1,5 @@
-"""Many weights laid into a transfer buffer at once: the same bytes as one by one, with as few copies for many as for few."""
+"""Many weights laid into a transfer buffer at once: the same bytes as one by one, with as few copies for many
+as for few."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Shelf:
         seed: of their order and bytes.
     """
 
-    def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int
+    ) -> None:
         draw = random.Random(seed)
         ends = [draw.randint(0, 3), draw.randint(0, 3)]
         places: dict[int, BufferRegion] = {}
@@ -66,7 +69,9 @@ class Shelves(FlatBucketIterator):
         if not self._shelves:
             return None
         places, flats = self._shelves[0].places, self._shelves[0].flats
-        flat_bucket = FlatBucket(places, self._next, min(most, self._at_once, len(places) - self._next), flats)
+        flat_bucket = FlatBucket(
+            places, self._next, min(most, self._at_once, len(places) - self._next), flats
+        )
         self._next += flat_bucket.count
         return flat_bucket
 
@@ -89,21 +94,31 @@ def shelves(draw: st.DrawFn) -> list[Shelf]:
 
 
 @given(shelves(), st.sampled_from([1 << 25, 3000, 1]), st.sampled_from([1, 2, 1000]), st.data())
-def test_laid_at_once_they_are_the_weights_of_one_by_one(found: list[Shelf], staged: int, at_once: int, data: st.DataObject) -> None:
+def test_laid_at_once_they_are_the_weights_of_one_by_one(
+    found: list[Shelf], staged: int, at_once: int, data: st.DataObject
+) -> None:
     manifest = Manifest.of(Shelves(found))
     total = len(manifest.tensors)
     middle = data.draw(st.integers(0, total))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "STAGED_BYTES", staged)
-        groups = [manifest.group(first, stop - first) for first, stop in ((0, middle), (middle, total)) if stop > first]
+        groups = [
+            manifest.group(first, stop - first)
+            for first, stop in ((0, middle), (middle, total))
+            if stop > first
+        ]
     for _ in range(2):  # a second time with what was worked out
         by_parcel, singly = Shelves(found, at_once), iter(list(Shelves(found)))
         for group in groups:
-            buffers = [torch.full((group.nbytes + 512,), fill, dtype=torch.uint8)[256:] for fill in (255, 254)]
+            buffers = [
+                torch.full((group.nbytes + 512,), fill, dtype=torch.uint8)[256:] for fill in (255, 254)
+            ]
             pack(by_parcel, manifest, group, buffers[0])
             pack(singly, manifest, group, buffers[1])
             for (name, one), (_, other) in zip(*map(group.views, buffers), strict=True):
-                assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+                assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), (
+                    name
+                )
             assert buffers[0][group.nbytes :].eq(255).all()
         expect_end(by_parcel)
 
@@ -154,8 +169,15 @@ def test_other_weights_are_refused_also_after_the_announced_ones_were_laid() -> 
     group = manifest.group(0, 6)
     buffer = torch.zeros(group.nbytes, dtype=torch.uint8)
     with pytest.raises(RefitError, match=r"gives nothing where 3 \[6, 64\] bfloat16 was announced"):
-        pack(Shelves([Shelf(["0", "1", "2"], [(6, 64), (6, 64), (64, 6)], torch.bfloat16, 0)]), manifest, group, buffer)
-    with pytest.raises(RefitError, match=r"gives 1 \[5, 64\] bfloat16 where 1 \[6, 64\] bfloat16 was announced"):
+        pack(
+            Shelves([Shelf(["0", "1", "2"], [(6, 64), (6, 64), (64, 6)], torch.bfloat16, 0)]),
+            manifest,
+            group,
+            buffer,
+        )
+    with pytest.raises(
+        RefitError, match=r"gives 1 \[5, 64\] bfloat16 where 1 \[6, 64\] bfloat16 was announced"
+    ):
         pack(Shelves([Shelf(["0", "1"], [(6, 64), (5, 64)], torch.bfloat16, 0)]), manifest, group, buffer)
     with pytest.raises(RefitError, match="gives 6 after the last weight"):
         stream = Shelves([longer])
@@ -164,7 +186,9 @@ def test_other_weights_are_refused_also_after_the_announced_ones_were_laid() -> 
     pack(Shelves([shelf]), manifest, group, buffer)
     shelf.flats = tuple(flat.float() for flat in shelf.flats)
     before = buffer.clone()
-    with pytest.raises(RefitError, match=r"gives 0 \[6, 64\] float32 where 0 \[6, 64\] bfloat16 was announced"):
+    with pytest.raises(
+        RefitError, match=r"gives 0 \[6, 64\] float32 where 0 \[6, 64\] bfloat16 was announced"
+    ):
         pack(Shelves([shelf]), manifest, group, buffer)
     assert torch.equal(buffer, before)
 
@@ -175,7 +199,9 @@ class Noted(InFlightBucket):
     def __init__(self, number: int, notes: list[str]) -> None:
         shards = torch.arange(6.0) + 10 * number
         copied = FullTensor(f"{number}a", (3,), (Copy(0, 1, (2,), (1,), (1,)), Copy.run_of(1, 5, 0)))
-        super().__init__(UnshardPlan([copied, FullTensor(f"{number}b", (2, 1), (Copy.run_of(2, 3, 0),))]), shards, None)
+        super().__init__(
+            UnshardPlan([copied, FullTensor(f"{number}b", (2, 1), (Copy.run_of(2, 3, 0),))]), shards, None
+        )
         self._number, self._notes = number, notes
         notes.append(f"out {number}")
 
@@ -184,7 +210,10 @@ class Noted(InFlightBucket):
 
 
 def _numbers(number: int) -> dict[str, list[float]]:
-    return {f"{number}a": [10 * number + 5, 10 * number, 10 * number + 1], f"{number}b": [10 * number + 3, 10 * number + 4]}
+    return {
+        f"{number}a": [10 * number + 5, 10 * number, 10 * number + 1],
+        f"{number}b": [10 * number + 3, 10 * number + 4],
+    }
 
 
 def test_the_next_arrival_sets_out_before_the_present_one_is_taken() -> None:
@@ -192,7 +221,20 @@ def test_the_next_arrival_sets_out_before_the_present_one_is_taken() -> None:
     for name, tensor in GatherStream(Noted(number, notes) for number in range(3)):
         notes.append(name)
         assert tensor.is_contiguous() and tensor.flatten().tolist() == _numbers(int(name[0]))[name]
-    assert notes == ["out 0", "out 1", "wait 0", "0a", "0b", "out 2", "wait 1", "1a", "1b", "wait 2", "2a", "2b"]
+    assert notes == [
+        "out 0",
+        "out 1",
+        "wait 0",
+        "0a",
+        "0b",
+        "out 2",
+        "wait 1",
+        "1a",
+        "1b",
+        "wait 2",
+        "2a",
+        "2b",
+    ]
     assert list(GatherStream([])) == [] and GatherStream([]).take(3) is None
 
 
@@ -238,7 +280,9 @@ def test_an_arrival_without_tensors_is_passed_over() -> None:
 
     assert [(name, tensor.tolist()) for name, tensor in GatherStream(arrivals())] == [("w", [1.0])]
     gather_stream = GatherStream(arrivals())
-    assert [flat_bucket and flat_bucket.count for flat_bucket in (gather_stream.take(5), gather_stream.take(5))] == [1, None]
+    assert [
+        flat_bucket and flat_bucket.count for flat_bucket in (gather_stream.take(5), gather_stream.take(5))
+    ] == [1, None]
 
 
 @pytest.mark.parametrize("take", ["next", "take"])
@@ -278,7 +322,9 @@ def test_present_tensors_are_not_kept_while_others_set_out(way: str) -> None:
             alive.append(sum(reference() is not None for reference in kept))
             shards = torch.arange(2.0)
             kept.append(weakref.ref(shards))
-            yield InFlightBucket(UnshardPlan([FullTensor(str(number), (1,), (Copy.run_of(1, 1, 0),))]), shards, None)
+            yield InFlightBucket(
+                UnshardPlan([FullTensor(str(number), (1,), (Copy.run_of(1, 1, 0),))]), shards, None
+            )
             del shards
 
     gather_stream = GatherStream(arrivals())
@@ -290,14 +336,23 @@ def test_present_tensors_are_not_kept_while_others_set_out(way: str) -> None:
     else:
         manifest = Manifest.of((str(number), torch.zeros(1)) for number in range(5))
         group = manifest.group(0, 5)
-        pack(gather_stream, manifest, group, torch.zeros(group.nbytes, dtype=torch.uint8) if way == "laid" else None)
+        pack(
+            gather_stream,
+            manifest,
+            group,
+            torch.zeros(group.nbytes, dtype=torch.uint8) if way == "laid" else None,
+        )
     # the one that comes next, once the first has been taken
     assert alive == [0, 1, 1, 1, 1]
 
 
 def test_a_refit_begun_anew_and_the_parts_of_other_stages_are_laid_where_they_belong() -> None:
-    """One manifest of three shelves, of which a stream has the first and the last, in groups that do not end where a shelf does."""
-    shelves = [Shelf([f"{number}.{index}" for index in range(4)], [(3, 256), (5, 7)] * 2, torch.bfloat16, number) for number in range(3)]
+    """One manifest of three shelves, of which a stream has the first and the last, in groups that do not end
+    where a shelf does."""
+    shelves = [
+        Shelf([f"{number}.{index}" for index in range(4)], [(3, 256), (5, 7)] * 2, torch.bfloat16, number)
+        for number in range(3)
+    ]
     manifest = Manifest.of(Shelves(shelves))
     singly = dict(Shelves(shelves))
     groups = [manifest.group(0, 3), manifest.group(3, 1), manifest.group(8, 2), manifest.group(10, 2)]

@@ -1,4 +1,5 @@
-"""Slices of weights: what loaders read is found out by looking on, and a part passes for the whole with the same numbers, or not at all."""
+"""Slices of weights: what loaders read is found out by looking on, and a part passes for the whole with the
+same numbers, or not at all."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ LOADERS: dict[Load, tuple[Sequence[int], Sequence[int], Slice]] = {
 }
 
 
-def read_by(load: Load, shape: Sequence[int], into: Sequence[int], dtype: torch.dtype = torch.float32) -> Slice | None:
+def read_by(
+    load: Load, shape: Sequence[int], into: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Slice | None:
     reads, target = Reads(), torch.full(tuple(into), 7.0)
     load(target, PartialWeight.noting(shape, dtype, CPU, reads))
     # where nothing but zeros is written, which do not come of the weight
@@ -94,7 +97,12 @@ def test_a_part_passes_for_the_whole_where_the_loader_reads_it(load: Load, dtype
     assert where == expected
     whole = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(3)).to(dtype)
     part = PartialWeight.of(where.of(whole).clone(), shape, where)
-    assert isinstance(part, Tensor) and part.shape == whole.shape and part.dtype == dtype and part.size(0) == shape[0]
+    assert (
+        isinstance(part, Tensor)
+        and part.shape == whole.shape
+        and part.dtype == dtype
+        and part.size(0) == shape[0]
+    )
     right, found = torch.full(tuple(into), 7.0), torch.full(tuple(into), 7.0)
     load(right, whole)
     load(found, part)
@@ -106,7 +114,11 @@ def test_values_that_did_not_come_are_refused(load: Load) -> None:
     shape, into, where = LOADERS[load]
     less = Slice(where.dim, where.start + 1, where.length - 1)
     part = PartialWeight.of(less.of(torch.ones(tuple(shape))).clone(), shape, less)
-    with pytest.raises(RefitError, match=rf"the engine reads \d+ to \d+ of dimension {where.dim} of a weight of shape .*, of which it had"):
+    with pytest.raises(
+        RefitError,
+        match=rf"the engine reads \d+ to \d+ of dimension {where.dim} of a weight of shape .*, of which it "
+        r"had",
+    ):
         load(torch.zeros(tuple(into)), part)
     with pytest.raises(RefitError, match="the engine reads 0 to"):
         PartialWeight.of(where.of(torch.ones(tuple(shape))).clone(), shape, where).sum()
@@ -177,24 +189,34 @@ def not_mine(into: Tensor, weight: Tensor) -> None:
 
 def test_of_a_weight_that_is_not_read_nothing_is_sent_and_what_stands_for_it_gives_no_value() -> None:
     assert read_by(not_mine, (4, 3), (4, 3)) == Slice(0, 0, 0)
-    manifest = Manifest.from_description({"mine": ((4, 3), torch.float32), "another's": ((4, 3), torch.float32)})
+    manifest = Manifest.from_description(
+        {"mine": ((4, 3), torch.float32), "another's": ((4, 3), torch.float32)}
+    )
     sent = manifest.sliced({"another's": Slice(0, 0, 0)})
     assert sent.total_bytes == padded_bytes(4 * 3 * 4)
     part = PartialWeight.of(torch.empty(0, 3), (4, 3), Slice(0, 0, 0))
     not_mine(torch.zeros(4, 3), part)
-    with pytest.raises(RefitError, match=r"the engine reads 0 to 4 of dimension 0 .* of which it had read 0 to 0"):
+    with pytest.raises(
+        RefitError, match=r"the engine reads 0 to 4 of dimension 0 .* of which it had read 0 to 0"
+    ):
         torch.zeros(4, 3).copy_(part)
 
 
 def test_a_manifest_says_what_travels_as_slices() -> None:
-    whole = Manifest.from_description({"a": ((4, 3), torch.float32), "b": ((6,), torch.bfloat16), "c": ((), torch.float32)})
+    whole = Manifest.from_description(
+        {"a": ((4, 3), torch.float32), "b": ((6,), torch.bfloat16), "c": ((), torch.float32)}
+    )
     first, second = (whole.sliced({"a": Slice(0, start, 2)}) for start in (0, 2))
     assert [tensor.shape for tensor in first.tensors] == [(2, 3), (6,), ()]
     assert first.slices == {"a": (Slice(0, 0, 2), (4, 3))}
     # of the same shapes, and yet not to be taken for one another
-    assert first.description() == second.description() and len({first.digest, second.digest, whole.digest}) == 3
+    assert (
+        first.description() == second.description() and len({first.digest, second.digest, whole.digest}) == 3
+    )
     assert whole.sliced({}).digest == whole.digest == Manifest(whole.tensors).digest
     with pytest.raises(RefitError, match="a slice of d was asked for"):
         whole.sliced({"d": Slice(0, 0, 1)})
-    with pytest.raises(RefitError, match=r"a slice from 3 to 5 of dimension 0 does not lie in a weight of shape \[4, 3\]"):
+    with pytest.raises(
+        RefitError, match=r"a slice from 3 to 5 of dimension 0 does not lie in a weight of shape \[4, 3\]"
+    ):
         whole.sliced({"a": Slice(0, 3, 2)})

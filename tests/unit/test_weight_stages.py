@@ -1,4 +1,5 @@
-"""Refits of a policy with several pipeline stages: each sends its own weights over a group of its own; ranks are threads here."""
+"""Refits of a policy with several pipeline stages: each sends its own weights over a group of its own; ranks
+are threads here."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from tests.unit.test_weight_broadcast import HOST, ending_when_here, joining, to
 from tests.unit.test_weight_sync import assert_same
 
 # as interleaved stages have them, the first one with the tied output layer behind all
-OWN = [["embed", "layer.2", "layer.3", "output"], ["layer.0", "layer.1", "layer.4"], ["layer.5", "layer.6", "layer.7", "norm"]]
+OWN = [
+    ["embed", "layer.2", "layer.3", "output"],
+    ["layer.0", "layer.1", "layer.4"],
+    ["layer.5", "layer.6", "layer.7", "norm"],
+]
 ORDER = ["embed", *(f"layer.{index}" for index in range(8)), "norm", "output"]
 # one weight a group, but for the small ones
 BUDGET = 3_000
@@ -58,7 +63,9 @@ class Ranks:
         senders = [joining_one(port, 0, stage, **(changes if stage == 0 else {})) for stage in range(3)]
         self.groups = together(*senders, joining_one(port, 1), joining_one(port, 2))
         assert all(isinstance(group, TransferGroup) for group in self.groups), self.groups
-        self.senders = [WeightBroadcaster(group, MANIFEST, with_checksum=with_checksum) for group in self.groups[:3]]
+        self.senders = [
+            WeightBroadcaster(group, MANIFEST, with_checksum=with_checksum) for group in self.groups[:3]
+        ]
         self.listeners = [WeightListener(group, MANIFEST) for group in self.groups[3:]]
         self.received: list[list[tuple[str, Tensor]]] = [[], []]
 
@@ -73,13 +80,19 @@ class Ranks:
             lambda one=one, part=part, version=version: one.send(part, version)
             for one, part, version in zip(self.senders, streams, versions, strict=True)
         ]
-        receiving = [lambda rank=rank: self.listeners[rank].receive(lambda tensors: taken[rank](rank, tensors)) for rank in (0, 1)]
+        receiving = [
+            lambda rank=rank: self.listeners[rank].receive(lambda tensors: taken[rank](rank, tensors))
+            for rank in (0, 1)
+        ]
         return together(*sending, *receiving)
 
     def works(self, version: int, state: dict[str, Tensor] | None = None) -> None:
         """A whole refit of all."""
         sent = state or weights(version)
-        assert self.refit([stream(stage, sent) for stage in range(3)], [version] * 3) == [None] * 3 + [version] * 2
+        assert (
+            self.refit([stream(stage, sent) for stage in range(3)], [version] * 3)
+            == [None] * 3 + [version] * 2
+        )
         for received in self.received:
             assert [name for name, _ in received] == ORDER
             assert_same(dict(received), sent)
@@ -96,7 +109,9 @@ def test_engines_get_the_weights_of_all_stages_in_the_one_order(with_checksum: b
         sent.append(_counted(group))
     for version in (2, 3):
         ranks.works(version)
-    assert [set(bytes_of) for bytes_of in sent] == [{0}, {1}, {2}], "each stage sends over its own group, and nothing else"
+    assert [set(bytes_of) for bytes_of in sent] == [{0}, {1}, {2}], (
+        "each stage sends over its own group, and nothing else"
+    )
 
 
 def _counted(group: TransferGroup) -> dict[int, int]:
@@ -145,7 +160,9 @@ def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(st
     assert all(f"{who}: the policy gives {name} [3, 3]" in str(outcomes[one]) for one in {0, 1, 2} - {stage})
     assert all("the policy gave the refit up" in str(one) for one in outcomes[3:])
     assert ranks.serves_nothing()
-    assert [next(one, None) for one in streams] == [None] * 3, "gathering is collective: the streams have to be taken to their end"
+    assert [next(one, None) for one in streams] == [None] * 3, (
+        "gathering is collective: the streams have to be taken to their end"
+    )
     ranks.works(3)
 
 
@@ -157,7 +174,10 @@ def test_what_one_engine_cannot_load_of_one_stage_is_an_error_of_all_stages() ->
             raise MemoryError("no room for norm")
 
     outcomes = ranks.refit([stream(stage, weights(1)) for stage in range(3)], [1] * 3, [ranks.load, full])
-    assert all(isinstance(one, RefitError) and "rank 2: MemoryError: no room for norm" in str(one) for one in outcomes[:4]), outcomes
+    assert all(
+        isinstance(one, RefitError) and "rank 2: MemoryError: no room for norm" in str(one)
+        for one in outcomes[:4]
+    ), outcomes
     assert isinstance(outcomes[4], MemoryError) and ranks.serves_nothing()
     ranks.works(2)
 
@@ -165,7 +185,11 @@ def test_what_one_engine_cannot_load_of_one_stage_is_an_error_of_all_stages() ->
 def test_stages_with_weights_of_two_versions_are_refused() -> None:
     ranks = Ranks()
     outcomes = ranks.refit([stream(stage, weights(1)) for stage in range(3)], [1, 2, 1])
-    assert all(isinstance(one, RefitError) and "version 2 of layer.0 came after version 1 of other weights" in str(one) for one in outcomes)
+    assert all(
+        isinstance(one, RefitError)
+        and "version 2 of layer.0 came after version 1 of other weights" in str(one)
+        for one in outcomes
+    )
     assert ranks.serves_nothing()
     ranks.works(3)
 
@@ -184,10 +208,16 @@ def test_stages_with_weights_of_two_versions_are_refused() -> None:
         ({"rank": 3}, "rank 3 is outside the 3 ranks"),
     ],
 )
-def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(wrong: dict[str, Any], message: str) -> None:
+def test_who_is_wrong_is_refused_on_all_sides_though_others_are_missing(
+    wrong: dict[str, Any], message: str
+) -> None:
     """Rank 2 never comes, and the handshake has hours."""
     port = free_port(HOST)
-    right = [joining_one(port, 0, stage, handshake_s=7200.0) for stage in range(3) if (stage, 2) != (2, wrong.get("stage"))]
+    right = [
+        joining_one(port, 0, stage, handshake_s=7200.0)
+        for stage in range(3)
+        if (stage, 2) != (2, wrong.get("stage"))
+    ]
     outcomes = together(*right, joining_one(port, **wrong))
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
@@ -210,10 +240,17 @@ def test_who_does_not_come_to_the_end_of_a_refit_is_named() -> None:
     senders = [joining_one(port, 0, stage, collective_s=1.0) for stage in range(3)]
     groups = together(*senders, joining_one(port, 1), joining_one(port, 2))
 
-    outcomes = together(*(lambda group=groups[place], seconds=seconds: group.agree("", seconds) for place, seconds in WAITS.items()))
+    outcomes = together(
+        *(
+            lambda group=groups[place], seconds=seconds: group.agree("", seconds)
+            for place, seconds in WAITS.items()
+        )
+    )
     assert all(isinstance(outcome, RefitError) for outcome in outcomes), outcomes
     assert "the refit ended without ranks [1] of 3 and the sender of pipeline stage 2: " in str(outcomes[0])
-    assert all(f"without the policy at {HOST}:{port} or another engine: " in str(outcome) for outcome in outcomes[1:])
+    assert all(
+        f"without the policy at {HOST}:{port} or another engine: " in str(outcome) for outcome in outcomes[1:]
+    )
 
 
 def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
@@ -221,7 +258,8 @@ def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
     port = free_port(HOST)
 
     def said(join: Callable[[], TransferGroup]) -> str:
-        # not pytest.raises, which keeps the error, and the error what it came from: the store has to go when its owner does
+        # not pytest.raises, which keeps the error, and the error what it came from: the store has to go when
+        # its owner does
         try:
             join()
         except RefitError as error:
@@ -258,15 +296,24 @@ def test_all_take_the_smallest_buffer_that_a_sender_has() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 700)), min_size=1, max_size=12))
 def test_groups_are_neighbours_of_one_stage_and_together_all_weights(layout: list[tuple[int, int]]) -> None:
-    manifest = Manifest(tuple(TensorInfo(f"w{index}", (size,), torch.float32) for index, (_, size) in enumerate(layout)))
-    stages = Stages.of(manifest, [[f"w{index}" for index, (owner, _) in enumerate(layout) if owner == stage] for stage in range(4)])
+    manifest = Manifest(
+        tuple(TensorInfo(f"w{index}", (size,), torch.float32) for index, (_, size) in enumerate(layout))
+    )
+    stages = Stages.of(
+        manifest,
+        [[f"w{index}" for index, (owner, _) in enumerate(layout) if owner == stage] for stage in range(4)],
+    )
     assert stages.count == 4
     parts = list(stages.parts(manifest, BUDGET))
     assert [index for _, part in parts for index in range(part.first, part.stop)] == list(range(len(layout)))
     for stage, part in parts:
-        assert part.nbytes <= BUDGET and {layout[index][0] for index in range(part.first, part.stop)} == {stage}
+        assert part.nbytes <= BUDGET and {layout[index][0] for index in range(part.first, part.stop)} == {
+            stage
+        }
     for (stage, part), (following, after) in itertools.pairwise(parts):
-        assert stage != following or part.nbytes + manifest.group(after.first, 1).nbytes > BUDGET, "no more groups than are needed"
+        assert stage != following or part.nbytes + manifest.group(after.first, 1).nbytes > BUDGET, (
+            "no more groups than are needed"
+        )
 
 
 @pytest.mark.parametrize(
@@ -278,7 +325,9 @@ def test_groups_are_neighbours_of_one_stage_and_together_all_weights(layout: lis
         ([ORDER[:4], ORDER[:3:-1]], "pipeline stage 1 sends 7 weights, of which 7"),
     ],
 )
-def test_stages_that_do_not_send_every_weight_once_in_order_are_refused(names: list[list[str]], message: str) -> None:
+def test_stages_that_do_not_send_every_weight_once_in_order_are_refused(
+    names: list[list[str]], message: str
+) -> None:
     with pytest.raises(RefitError, match=re.escape(message)):
         Stages.of(MANIFEST, names)
 

@@ -93,7 +93,9 @@ def payloads(sender: WeightSender, version: int, budget: int | None = None) -> I
         yield payload_for(sender.send(group.names), "CPU-engine")
 
 
-def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None) -> dict[str, Tensor]:
+def transfer(
+    sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None
+) -> dict[str, Tensor]:
     received = {}
     for payload in payloads(sender, version, budget):
         with receiver.group(payload) as tensors:
@@ -105,7 +107,9 @@ def assert_same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
     assert list(received) == list(sent)
     for name, tensor in sent.items():
         assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
-        assert torch.equal(received[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(received[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), (
+            name
+        )
 
 
 # whole refits
@@ -145,12 +149,16 @@ def test_a_version_counts_only_when_all_of_it_arrived(sender: WeightSender, rece
 # readers that die, are slow, or come back
 
 
-def test_a_slot_is_not_written_again_before_all_readers_have_acknowledged_it(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_slot_is_not_written_again_before_all_readers_have_acknowledged_it(
+    sender: WeightSender, receiver: WeightReceiver
+) -> None:
     names = [[name] for name in weights()]
     sender.begin(1)
     with receiver.group(payload_for(sender.send(names[0]), "CPU-x")):
         sender.send(names[1])
-        with pytest.raises(RefitError, match=rf"group 0 of the weights was not read by process {os.getpid()}"):
+        with pytest.raises(
+            RefitError, match=rf"group 0 of the weights was not read by process {os.getpid()}"
+        ):
             sender.send(names[2])
     with pytest.raises(StateError, match=r"prepare_weights_for_ipc\(\) first"):
         sender.send(names[2])
@@ -174,10 +182,14 @@ def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
 
 def named_memory() -> list[str]:
     """Files in /dev/shm that this process has in its memory; the directory itself is of all processes."""
-    return [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if " /dev/shm/" in line]
+    return [
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if " /dev/shm/" in line
+    ]
 
 
-def test_a_hundred_refits_take_no_more_memory_or_files_than_one(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_hundred_refits_take_no_more_memory_or_files_than_one(
+    sender: WeightSender, receiver: WeightReceiver
+) -> None:
     for version in range(2):
         # at the second one the sender takes in the receiver
         transfer(sender, receiver, version)
@@ -200,7 +212,9 @@ def test_an_old_handle_is_refused(sender: WeightSender, receiver: WeightReceiver
     assert receiver.version is None
 
 
-def test_a_buffer_written_while_it_was_read_is_found_out(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_buffer_written_while_it_was_read_is_found_out(
+    sender: WeightSender, receiver: WeightReceiver
+) -> None:
     payload = next(payloads(sender, 0))
     with pytest.raises(RefitError, match="or the refit was given up"), receiver.group(payload):
         list(payloads(sender, 1))
@@ -209,7 +223,10 @@ def test_a_buffer_written_while_it_was_read_is_found_out(sender: WeightSender, r
 
 def test_groups_out_of_order_are_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
     sent = list(payloads(sender, 0, 25_600))
-    with pytest.raises(RefitError, match="came where the first group of a refit was next"), receiver.group(sent[1]):
+    with (
+        pytest.raises(RefitError, match="came where the first group of a refit was next"),
+        receiver.group(sent[1]),
+    ):
         pass
 
 
@@ -223,7 +240,10 @@ def test_a_group_that_was_passed_over_is_refused(model: Model) -> None:
         with receiver.group(next(stream)):
             pass
         _, third = stream
-        with pytest.raises(RefitError, match=r"weight 2 of refit .* came where weight 1 of refit"), receiver.group(third):
+        with (
+            pytest.raises(RefitError, match=r"weight 2 of refit .* came where weight 1 of refit"),
+            receiver.group(third),
+        ):
             pass
         assert receiver.version is None
 
@@ -239,7 +259,9 @@ def test_a_failure_while_loading_gives_the_refit_up(sender: WeightSender, receiv
 def test_other_weights_than_announced_are_refused(sender: WeightSender, model: Model) -> None:
     sender.begin(0)
     model.state["layer.q"] = torch.zeros(7, 4, dtype=torch.bfloat16)
-    with pytest.raises(RefitError, match=r"layer\.q \[7, 4\] bfloat16 where layer\.q \[7, 3\] bfloat16 was announced"):
+    with pytest.raises(
+        RefitError, match=r"layer\.q \[7, 4\] bfloat16 where layer\.q \[7, 3\] bfloat16 was announced"
+    ):
         sender.send(list(model.state))
     model.state = weights()
     sender.begin(0)
@@ -266,14 +288,19 @@ def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatc
 def test_a_stream_that_ends_early_is_refused(monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
     monkeypatch.setattr(plan, "STAGED_BYTES", staged)
     manifest = Manifest.of(iter(weights().items()))
-    with pytest.raises(RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"):
+    with pytest.raises(
+        RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"
+    ):
         pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
 
 
 def test_another_manifest_is_refused(sender: WeightSender) -> None:
     description = sender.manifest.description()
     receiver = WeightReceiver(Manifest.from_description({**description, "norm": ((5,), torch.float32)}), CPU)
-    with pytest.raises(RefitError, match="other names, shapes or dtypes"), receiver.group(next(payloads(sender, 0))):
+    with (
+        pytest.raises(RefitError, match="other names, shapes or dtypes"),
+        receiver.group(next(payloads(sender, 0))),
+    ):
         pass
 
 
@@ -293,7 +320,9 @@ def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model
     with pytest.raises(StateError, match=r"layer\.q is weight 1 .* weight 0 is next"):
         sender.send(names[1:])
     for part in ((-1, 1), (0, 0), (0, len(names) + 1), (len(names), 1)):
-        with pytest.raises(StateError, match=rf"{part[1]} weights from weight {part[0]} on: there are {len(names)}"):
+        with pytest.raises(
+            StateError, match=rf"{part[1]} weights from weight {part[0]} on: there are {len(names)}"
+        ):
             sender.send_part(*part)
     for wrong in (["nobody"], [], names[:1] + names[2:]):
         with pytest.raises(RefitError, match="order of sending"):
@@ -303,7 +332,9 @@ def test_keys_that_are_not_the_next_ones_are_refused(sender: WeightSender, model
 def test_a_weight_larger_than_the_buffer_is_refused_with_the_size_that_would_do(model: Model) -> None:
     lists = LIST_BYTES * len(model.state)
     sender = WeightSender(model.stream, DeviceRuntime(CPU, "gloo"), buffer_gib=(40_000 + lists) / 2**30)
-    with pytest.raises(RefitError, match=r"embed takes 25344 bytes, more than the 20000 .*refit_buffer_size_gb to at least ") as caught:
+    with pytest.raises(
+        RefitError, match=r"embed takes 25344 bytes, more than the 20000 .*refit_buffer_size_gb to at least "
+    ) as caught:
         sender.begin(0)
     said = re.search(r"at least ([\d.e-]+),", str(caught.value))
     assert said is not None
@@ -333,7 +364,9 @@ def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> N
     with (
         no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
         pytest.raises(
-            RefitError, match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: .*Cannot allocate"
+            RefitError,
+            match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: "
+            ".*Cannot allocate",
         ),
     ):
         IpcBuffer.attach(handle, CPU)
@@ -353,7 +386,9 @@ def test_no_payload_for_a_device_without_policy() -> None:
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.integers(512, 1200))
 def test_groups_hold_as_much_as_fits_and_lose_nothing(sizes: list[int], budget: int) -> None:
-    manifest = Manifest.from_description({f"w{index}": ((size,), torch.float32) for index, size in enumerate(sizes)})
+    manifest = Manifest.from_description(
+        {f"w{index}": ((size,), torch.float32) for index, size in enumerate(sizes)}
+    )
     groups = list(manifest.groups(budget * 4))
     assert [name for group in groups for name in group.names] == [tensor.name for tensor in manifest.tensors]
     size = dict(manifest.padded_sizes)
@@ -377,7 +412,9 @@ def test_groups_follow_the_budget_and_are_found_by_their_names() -> None:
 @pytest.mark.parametrize("budget", [-1, 0, 255])
 def test_a_group_smaller_than_any_weight_is_refused(budget: int) -> None:
     manifest = Manifest.from_description({"b": ((64,), torch.float32), "c": ((128,), torch.float32)})
-    with pytest.raises(RefitError, match=f"b takes 256 bytes, more than the {budget} bytes of a transfer buffer"):
+    with pytest.raises(
+        RefitError, match=f"b takes 256 bytes, more than the {budget} bytes of a transfer buffer"
+    ):
         list(manifest.groups(budget))
 
 

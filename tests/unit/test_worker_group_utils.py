@@ -1,4 +1,5 @@
-"""Pure parts of the worker groups: options, names, routing and places, each against a plain statement of the rule."""
+"""Pure parts of the worker groups: options, names, routing and places, each against a plain statement of the
+rule."""
 
 from __future__ import annotations
 
@@ -34,12 +35,16 @@ def leaves(options: dict[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[st
     """All paths to what is not a filled mapping."""
     result: dict[tuple[str, ...], Any] = {}
     for key, value in options.items():
-        result.update(leaves(value, (*path, key)) if isinstance(value, dict) and value else {(*path, key): value})
+        result.update(
+            leaves(value, (*path, key)) if isinstance(value, dict) and value else {(*path, key): value}
+        )
     return result
 
 
 @given(OPTIONS, OPTIONS)
-def test_merge_keeps_every_extra_leaf_and_every_default_leaf_that_nothing_replaces(default: dict, extra: dict) -> None:
+def test_merge_keeps_every_extra_leaf_and_every_default_leaf_that_nothing_replaces(
+    default: dict, extra: dict
+) -> None:
     before = copy.deepcopy((default, extra))
     merged = recursive_merge_options(default, extra)
     found, extra_leaves = leaves(merged), leaves(extra)
@@ -66,7 +71,9 @@ def test_merge_shares_nothing_with_its_inputs() -> None:
 def test_merge_renames_the_private_nsight_key_first() -> None:
     default = {"runtime_env": {"_nsight": {"t": "cuda", "o": "x"}, "env_vars": {"A": "1"}}}
     extra = {"runtime_env": {"nsight": {"o": "y"}}}
-    assert recursive_merge_options(default, extra) == {"runtime_env": {"nsight": {"t": "cuda", "o": "y"}, "env_vars": {"A": "1"}}}
+    assert recursive_merge_options(default, extra) == {
+        "runtime_env": {"nsight": {"t": "cuda", "o": "y"}, "env_vars": {"A": "1"}}
+    }
 
 
 def test_an_explicit_nsight_wins_over_the_private_one() -> None:
@@ -80,7 +87,9 @@ def test_nsight_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert get_nsight_config_if_pattern_matches("lm_policy") == {}
     assert get_nsight_config_if_pattern_matches("lm_policy", patterns="vllm*, generation") == {}
-    found = get_nsight_config_if_pattern_matches("lm_policy", patterns="vllm*, *policy*", step_range="3:5")["nsight"]
+    found = get_nsight_config_if_pattern_matches("lm_policy", patterns="vllm*, *policy*", step_range="3:5")[
+        "nsight"
+    ]
     assert found == {
         "t": "cuda,cudnn,cublas,nvtx",
         "o": "'lm_policy_3:5_%p'",
@@ -95,7 +104,13 @@ def test_nsight_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_coordinates_in_words() -> None:
-    coordinates = {"pipeline_parallel": 1, "data_parallel": 0, "context_parallel": 0, "tensor_parallel": 2, "replica": 3}
+    coordinates = {
+        "pipeline_parallel": 1,
+        "data_parallel": 0,
+        "context_parallel": 0,
+        "tensor_parallel": 2,
+        "replica": 3,
+    }
     assert format_coordinates(9, coordinates, "node7") == "[pp1 dp0 cp0 tp2 replica3 node7]"
     assert format_coordinates(9, None, "node7") == "[rank9 node7]"
     assert format_coordinates(9, {}, "node7") == "[rank9 node7]"
@@ -119,7 +134,9 @@ def test_sharded_calls_follow_the_rule_worker_by_worker(
     sharded = [axis for axis, role in zip(AXES, roles, strict=True) if role == "sharded"]
 
     def nest(axes: list[str], path: tuple[int, ...] = ()) -> Any:
-        return [nest(axes[1:], (*path, index)) for index in range(sizes[AXES.index(axes[0])])] if axes else path
+        return (
+            [nest(axes[1:], (*path, index)) for index in range(sizes[AXES.index(axes[0])])] if axes else path
+        )
 
     calls = plan_sharded_data(
         NamedSharding(ranks, AXES),
@@ -135,7 +152,10 @@ def test_sharded_calls_follow_the_rule_worker_by_worker(
         at = dict(zip(AXES, place, strict=True))
         gets_data = all(role != "free" or at[axis] == 0 for axis, role in zip(AXES, roles, strict=True))
         if gets_data:
-            expected[int(ranks[place])] = (tuple(at[axis] for axis in sharded), all(at[axis] == 0 for axis in answers))
+            expected[int(ranks[place])] = (
+                tuple(at[axis] for axis in sharded),
+                all(at[axis] == 0 for axis in answers),
+            )
         elif dummy:
             expected[int(ranks[place])] = (None, False)
     assert [call.worker for call in calls] == sorted(expected)
@@ -164,7 +184,11 @@ def sharded_call(**changes: Any) -> None:
         ({"sharding": None}, ConfigError, "sharding_annotations"),
         ({"in_sharded_axes": ["xp"]}, ConfigError, r"\['xp'\] not found"),
         ({"output_is_replicated": ["yp"]}, ConfigError, r"\['yp'\] not found"),
-        ({"replicate_on_axes": ["tp"]}, ConfigError, r"\['tp'\] are in in_sharded_axes and in replicate_on_axes"),
+        (
+            {"replicate_on_axes": ["tp"]},
+            ConfigError,
+            r"\['tp'\] are in in_sharded_axes and in replicate_on_axes",
+        ),
         ({"nested": {"x": [[1, 2, 3]]}}, BatchError, "'x' has length 1: 2"),
         ({"nested": {"x": [[1, 2, 3], [4, 5]]}}, BatchError, "'x' has length 2: 3"),
         ({"nested": {"x": 7}}, BatchError, "'x' is a int"),
@@ -191,26 +215,39 @@ def test_multiple_data_and_first_of_axes() -> None:
     with pytest.raises(ConfigError, match="sharding_annotations = None"):
         workers_on_first_of(None, 2, ["tp"])
     calls = plan_multiple_data([0, 3], {"c": 1}, {"x": ["a", "b"]})
-    assert [(call.worker, call.kwargs) for call in calls] == [(0, {"x": "a", "c": 1}), (3, {"x": "b", "c": 1})]
+    assert [(call.worker, call.kwargs) for call in calls] == [
+        (0, {"x": "a", "c": 1}),
+        (3, {"x": "b", "c": 1}),
+    ]
     with pytest.raises(BatchError, match="'x' has length 3: 2"):
         plan_multiple_data([0, 3], {}, {"x": [1, 2, 3]})
 
 
 def test_places_count_ranks_through_nodes() -> None:
     places = place_workers([3, 1], None, None, "w")
-    assert [(place.rank, place.node, place.group, place.bundle, place.local_world_size) for place in places] == [
+    assert [
+        (place.rank, place.node, place.group, place.bundle, place.local_world_size) for place in places
+    ] == [
         (0, 0, 0, 0, 3),
         (1, 0, 0, 1, 3),
         (2, 0, 0, 2, 3),
         (3, 1, 1, 0, 1),
     ]
     assert [place.name for place in places] == ["w-0-0", "w-0-1", "w-0-2", "w-1-0"]
-    assert places[3].environment() == {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
+    assert places[3].environment() == {
+        "RANK": "3",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "1",
+        "NODE_RANK": "1",
+    }
 
 
 def test_a_unified_placement_group_holds_the_bundles_of_all_nodes() -> None:
     places = place_workers([4], None, [(0, [0, 1]), (1, [2, 3])], "w")
-    assert [(place.group, place.node, place.bundle, place.tied_group, place.is_leader) for place in places] == [
+    assert [
+        (place.group, place.node, place.bundle, place.tied_group, place.is_leader) for place in places
+    ] == [
         (0, 0, 0, 0, True),
         (0, 0, 1, 0, False),
         (0, 1, 2, 1, True),
@@ -219,6 +256,8 @@ def test_a_unified_placement_group_holds_the_bundles_of_all_nodes() -> None:
     assert [place.bundle_indices for place in places] == [(0, [0, 1]), None, (1, [2, 3]), None]
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(96, 8, 12), (224, 8, 16), (16, 1, 16), (7, 2, 3), (2, 8, 1)])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(96, 8, 12), (224, 8, 16), (16, 1, 16), (7, 2, 3), (2, 8, 1)]
+)
 def test_a_rank_beside_a_gpu_has_its_share_of_the_cores(cores: int, ranks: int, threads: int) -> None:
     assert threads_of_rank(cores, ranks) == threads

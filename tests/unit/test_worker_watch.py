@@ -43,7 +43,9 @@ def test_what_a_process_at_rest_may_have_done(done: dict[str, Any], rested: bool
     assert LATER.rested_since(replace(AT_FIRST, goes_on=True)) is False
 
 
-def look(line: int = 7, at: int = 0, *, writer: str = "Thread", state: str = RUNS, method: bool = True, **done: Any) -> ProcessLook:
+def look(
+    line: int = 7, at: int = 0, *, writer: str = "Thread", state: str = RUNS, method: bool = True, **done: Any
+) -> ProcessLook:
     """Of a worker in the given line of its code, at the given look of several."""
     last = '  File "/x/megarl/distributed/worker_shell.py", line 130 in call\n' if method else ""
     stack = f'{writer} 0x1 (most recent call first):\n  File "loss.py", line {line} in wait\n{last}'
@@ -136,8 +138,14 @@ def test_looks_come_in_equal_times() -> None:
 CHILDREN = {
     "waits": "import sys; print(flush=True); sys.stdin.read()",
     "computes": "print(flush=True)\nwhile True: pass",
-    "a child computes": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True)\\nwhile True: pass'])",
-    "writes": "import time\nprint(flush=True)\nwith open({path!r}, 'wb') as file:\n  while file.write(bytes(1 << 19)): time.sleep(0.05)",
+    "a child computes": (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
+        "'print(flush=True)\\nwhile True: pass'])"
+    ),
+    "writes": (
+        "import time\nprint(flush=True)\nwith open({path!r}, 'wb') as file:\n  while "
+        "file.write(bytes(1 << 19)): time.sleep(0.05)"
+    ),
 }
 
 
@@ -153,7 +161,9 @@ def test_activity_of_real_processes(what: str, tmp_path: Path) -> None:
         rested: list[bool] = []
         end = time.monotonic() + 60
         # what is at work may have had no processor yet
-        while time.monotonic() < end and len(rested) < 3 and not (what != "waits" and rested and not rested[-1]):
+        while (
+            time.monotonic() < end and len(rested) < 3 and not (what != "waits" and rested and not rested[-1])
+        ):
             time.sleep(0.3)
             now = read_activity(child.pid)
             assert before is not None and now is not None

@@ -12,12 +12,15 @@ CHARACTERS = "0123456789+-=abcdefghijklmnop"
 
 
 def make_tiny_model(path: Path, seed: int) -> str:
-    """Save model and tokenizer to ``path``; returns it as text. Token ids: 0 padding, 1 end of sequence, 2 unknown, then the characters."""
+    """Save model and tokenizer to ``path``; returns it as text. Token ids: 0 padding, 1 end of sequence, 2
+    unknown, then the characters."""
     vocabulary = {token: place for place, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(path)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=24,

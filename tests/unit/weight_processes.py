@@ -1,4 +1,5 @@
-"""Processes for the tests of refits: a policy and engines, each doing what it is told through a pipe, so that it can be killed anywhere."""
+"""Processes for the tests of refits: a policy and engines, each doing what it is told through a pipe, so that
+it can be killed anywhere."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def expected(step: int) -> str:
 
 
 def shared_files(processes: list[int]) -> list[str]:
-    """Files of shared memory that carry the number of one of the processes in their name, as torch's do. Other runs share the directory,
-    with names of random digits too."""
+    """Files of shared memory that carry the number of one of the processes in their name, as torch's do.
+    Other runs share the directory, with names of random digits too."""
     numbers = set(map(str, processes))
     return [path.name for path in Path("/dev/shm").iterdir() if numbers & set(path.name.split("_"))]
 
@@ -115,7 +116,9 @@ def _obey(kind: type[Any], connection: Connection, arguments: tuple[Any, ...]) -
                 connection.send(error)
 
 
-def _paused(connection: Connection, state: Iterator[tuple[str, Tensor]], after: int | None) -> Iterator[tuple[str, Tensor]]:
+def _paused(
+    connection: Connection, state: Iterator[tuple[str, Tensor]], after: int | None
+) -> Iterator[tuple[str, Tensor]]:
     for index, pair in enumerate(state):
         if index == after:
             connection.send("paused")
@@ -129,7 +132,9 @@ class Policy:
     def __init__(self, connection: Connection, directory: str) -> None:
         self._connection = connection
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=f"file://{directory}/{os.getpid()}", rank=0, world_size=1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{directory}/{os.getpid()}", rank=0, world_size=1
+            )
         self._step = 0
         self._pause: int | None = None
         self._sender = WeightSender(self._stream, DeviceRuntime(CPU, "gloo"), with_checksum=True)
@@ -178,12 +183,15 @@ class Policy:
     def send(self, step: int, pause: int | None = None) -> str:
         """Refit over the group; pause before tensor ``pause`` of this stage."""
         state = weights(step)
-        self._broadcaster.send(_paused(self._connection, iter([(name, state[name]) for name in self._own]), pause), step)
+        self._broadcaster.send(
+            _paused(self._connection, iter([(name, state[name]) for name in self._own]), pause), step
+        )
         return "sent"
 
 
 class Engine:
-    """One rank that reads shared memory or listens, and answers with the version and the fingerprint of what it has."""
+    """One rank that reads shared memory or listens, and answers with the version and the fingerprint of what
+    it has."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -213,7 +221,9 @@ class Engine:
         return None if side.version is None else (side.version, fingerprint(iter(self._state.items())))
 
     def join(self, port: int, world_size: int, rank: int) -> str:
-        group = TransferGroup(HOST, port, world_size, rank, digest=MANIFEST.digest, device=CPU, collective_s=LONG)
+        group = TransferGroup(
+            HOST, port, world_size, rank, digest=MANIFEST.digest, device=CPU, collective_s=LONG
+        )
         self._listener = WeightListener(group, MANIFEST)
         return "joined"
 

@@ -1,11 +1,14 @@
-"""Watches a program and all its Python processes for pickles that are read where none should be: put this directory on ``PYTHONPATH``.
+"""Watches a program and all its Python processes for pickles that are read where none should be: put this
+directory on ``PYTHONPATH``.
 
-Python imports a module of this name when it starts. From then on every class or function that a pickle names is looked at: whoever reads
-the pickle has to be Ray, which carries calls and results, or ``multiprocessing``, which tells children what to do; in a process group
-only what ``ALLOWED_IN_GROUP`` lists may be read. All else is written, with the stack, into the directory that ``MEGARL_TEST_PICKLES``
-names, as ``unpickled-PID``; ``watched-PID`` says that a process was watched.
+Python imports a module of this name when it starts. From then on every class or function that a pickle names
+is looked at: whoever reads the pickle has to be Ray, which carries calls and results, or ``multiprocessing``,
+which tells children what to do; in a process group only what ``ALLOWED_IN_GROUP`` lists may be read. All else
+is written, with the stack, into the directory that ``MEGARL_TEST_PICKLES`` names, as ``unpickled-PID``;
+``watched-PID`` says that a process was watched.
 
-Where ``MEGARL_TEST_SAID`` names another variable, every worker says its value, in its log and without one, as careless code would.
+Where ``MEGARL_TEST_SAID`` names another variable, every worker says its value, in its log and without one, as
+careless code would.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ DIRECTORY = os.environ.get("MEGARL_TEST_PICKLES", "")
 CHANNELS = ("/site-packages/ray/", "/dist-packages/ray/", f"{os.path.dirname(os.__file__)}/multiprocessing/")
 """Packages that read what Ray or a parent process has sent; not every directory of such a name."""
 
-BETWEEN = ("/pickle.py", "/copyreg.py", "/torch/storage.py", "/torch/serialization.py", "/torch/_utils.py", "/numpy/", "/cloudpickle/")
+BETWEEN = (
+    "/pickle.py",
+    "/copyreg.py",
+    "/torch/storage.py",
+    "/torch/serialization.py",
+    "/torch/_utils.py",
+    "/numpy/",
+    "/cloudpickle/",
+)
 """Files that read for somebody else, who decides."""
 
 GROUP = "/torch/distributed/distributed_c10d.py"
@@ -40,13 +51,19 @@ ALLOWED_IN_GROUP = (
     "torch.serialization._get_layout",
     "torch.uint8",
 )
-"""Starts of ``module.name`` that are read there: ranks tell one another what each of them saves, and the first one the index of it."""
+"""Starts of ``module.name`` that are read there: ranks tell one another what each of them saves, and the
+first one the index of it."""
 
 
 FSDP = "/torch/distributed/fsdp/_optim_utils.py"
 """Has the ranks of FSDP1 tell one another of their optimizer's state, numbers of it as tensors."""
 
-ALLOWED_IN_FSDP = ("collections.OrderedDict", "torch._utils._rebuild_tensor", "torch.distributed.fsdp.", "torch.storage._load_from_bytes")
+ALLOWED_IN_FSDP = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor",
+    "torch.distributed.fsdp.",
+    "torch.storage._load_from_bytes",
+)
 """The same of what is read for it alone."""
 
 
@@ -66,7 +83,9 @@ def unexpected(name: str, reader: FrameType | None) -> str:
     path = "" if reader is None else reader.f_code.co_filename
     if path.endswith(GROUP):
         asker = reader
-        while asker is not None and asker.f_code.co_filename.endswith((GROUP, "/torch/distributed/c10d_logger.py")):
+        while asker is not None and asker.f_code.co_filename.endswith(
+            (GROUP, "/torch/distributed/c10d_logger.py")
+        ):
             asker = asker.f_back
         of_fsdp = asker is not None and asker.f_code.co_filename.endswith(FSDP)
         expected = name.startswith(ALLOWED_IN_GROUP + (ALLOWED_IN_FSDP if of_fsdp else ()))

@@ -23,7 +23,9 @@ class PickleWatch:
     @property
     def variables(self) -> Mapping[str, str]:
         """Environment variables of the program."""
-        path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2]), env.text("PYTHONPATH", "") or ""])
+        path = os.pathsep.join(
+            [str(Path(__file__).parent), str(Path(__file__).parents[2]), env.text("PYTHONPATH", "") or ""]
+        )
         return {"PYTHONPATH": path.rstrip(os.pathsep), "MEGARL_TEST_PICKLES": str(self.directory)}
 
     def watched(self) -> list[str]:

@@ -20,7 +20,12 @@ from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.distillation import DISTILLATION_RULES
 from megarl.config.rules.generation import GENERATION_RULES
 from megarl.config.rules.losses import LOSS_RULES
-from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
+from megarl.config.rules.models import (
+    MODEL_RULES,
+    TRAINED_MODEL_RULES,
+    backbone_is_that_of_the_policy,
+    model_view,
+)
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
@@ -50,7 +55,9 @@ def values_in_range(view: View) -> Iterator[Violation]:
     for path, key in bounded_keys(run_type(view.get("algorithm"))).items():
         value, bounds = view.get(path), key.bounds
         if value is not None and bounds is not None and not bounds.holds(value):
-            yield Violation(path, value, f"it must be {bounds}", key.advice or f"write a value that is {bounds}")
+            yield Violation(
+                path, value, f"it must be {bounds}", key.advice or f"write a value that is {bounds}"
+            )
 
 
 RANGE_RULES: tuple[Rule, ...] = (values_in_range,)
@@ -95,7 +102,9 @@ def check(
         if not isinstance(at(config, path), Mapping):
             continue
         of_model = (facts_of_models or {}).get(path)
-        found += backbone_is_that_of_the_policy(path, section, at(config, path).get("model_name"), facts, of_model)
+        found += backbone_is_that_of_the_policy(
+            path, section, at(config, path).get("model_name"), facts, of_model
+        )
         view = model_view(config, path, section, faulty, of_model)
         rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
         for violation in _broken((NOT_YET_RULES, rules), view):
@@ -108,4 +117,6 @@ def _broken(tables: tuple[tuple[Rule, ...], tuple[Rule, ...]], view: View) -> li
     """The violations of two tables of rules; of a key that the first refuses, the second says nothing."""
     refused = list(apply_rules(tables[0], view))
     refused_keys = {violation.key for violation in refused}
-    return refused + [violation for violation in apply_rules(tables[1], view) if violation.key not in refused_keys]
+    return refused + [
+        violation for violation in apply_rules(tables[1], view) if violation.key not in refused_keys
+    ]

@@ -20,7 +20,10 @@ def adapters_fit_the_model(view: View) -> Iterator[Violation]:
     """A score layer would have to be trained beside its adapters."""
     _require_adapters(view)
     if scores(view["policy"]):
-        bound = "the score layer of a model that scores is new and has to be trained whole, which adapters do not do in this version"
+        bound = (
+            "the score layer of a model that scores is new and has to be trained whole, which adapters "
+            "do not do in this version"
+        )
         yield Violation(f"{PEFT}.enabled", True, bound, f"set {PEFT}.enabled to false")
 
 
@@ -29,11 +32,20 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
     _require_adapters(view)
     backend = backend_of(view)
     if backend == "fsdp1":
-        bound = "FSDP1 flattens the weights of a layer into one, so that nothing of it can be trained by itself"
-        yield Violation(f"{PEFT}.enabled", True, bound, f"set {DTENSOR}.enabled or {MEGATRON}.enabled to true")
+        bound = (
+            "FSDP1 flattens the weights of a layer into one, so that nothing of it can be trained by itself"
+        )
+        yield Violation(
+            f"{PEFT}.enabled", True, bound, f"set {DTENSOR}.enabled or {MEGATRON}.enabled to true"
+        )
     plan, engine = f"{DTENSOR}.custom_parallel_plan", f"{MEGATRON}.transformer_engine"
     if backend == "dtensor" and view.get(plan) is not None:
-        yield Violation(plan, view[plan], f"{PEFT}.enabled is true, and a plan of one's own does not divide adapters", "write null")
+        yield Violation(
+            plan,
+            view[plan],
+            f"{PEFT}.enabled is true, and a plan of one's own does not divide adapters",
+            "write null",
+        )
     if backend == "megatron" and view.get(engine) is True:
         bound = f"{PEFT}.enabled is true, and Transformer Engine's layers do not give what an adapter reads"
         yield Violation(engine, True, bound, "write auto or false, for the portable layers")
@@ -51,7 +63,12 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
 def only_the_policy_has_adapters(view: View) -> Iterator[Violation]:
     """Models beside the policy train all their weights, or none."""
     _require_adapters(view)
-    yield Violation(f"{PEFT}.enabled", True, "only the policy has adapters in this version", "set it to false, or remove the section")
+    yield Violation(
+        f"{PEFT}.enabled",
+        True,
+        "only the policy has adapters in this version",
+        "set it to false, or remove the section",
+    )
 
 
 def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
@@ -60,10 +77,20 @@ def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
     key = "policy.merged_adapter"
     view.require(view.get(key) is not None)
     if view.get(f"{PEFT}.enabled", False):
-        bound = f"{PEFT}.enabled is true, and adapters are trained beside the weights that are in the model's files"
-        yield Violation(key, view[key], bound, f"write null, and {PEFT}.adapter_path to go on from this adapter")
+        bound = (
+            f"{PEFT}.enabled is true, and adapters are trained beside the weights that are in the "
+            "model's files"
+        )
+        yield Violation(
+            key, view[key], bound, f"write null, and {PEFT}.adapter_path to go on from this adapter"
+        )
     if scores(view["policy"]):
-        yield Violation(key, view[key], "a model that scores takes no adapter in this version", "merge it with peft, and write null")
+        yield Violation(
+            key,
+            view[key],
+            "a model that scores takes no adapter in this version",
+            "merge it with peft, and write null",
+        )
 
 
 ADAPTER_RULES: tuple[Rule, ...] = (

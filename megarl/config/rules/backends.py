@@ -39,7 +39,9 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
     # Kimi-K2's model type is its own, and its class DeepSeek-V3's.
     of_class = known is not None and view[key] == known.architecture_class
     if named != family.replace("_", "") and not of_class:
-        yield Violation(key, view[key], f"the model's own config.json decides, and says {family}", "remove the line")
+        yield Violation(
+            key, view[key], f"the model's own config.json decides, and says {family}", "remove the line"
+        )
 
 
 def recomputed_parts(view: View) -> Iterator[Violation]:
@@ -49,12 +51,16 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
     view.require(view[f"{MEGATRON}.recompute_granularity"] == "selective")
     parts = view[key]
     if not parts:
-        yield Violation(key, parts, "selective recomputation needs at least one part", "write for example [core_attn]")
+        yield Violation(
+            key, parts, "selective recomputation needs at least one part", "write for example [core_attn]"
+        )
     layers = [view.facts.is_sparse(layer) for layer in range(view.facts.num_layers)]
     for part, without in (("mlp", all(layers)), ("moe", not any(layers))):
         if part in parts and without:
             kind = "dense layers" if part == "mlp" else "layers with experts"
-            yield Violation(key, parts, f"the model has no {kind}, so that {part} is nothing of it", f"remove {part}")
+            yield Violation(
+                key, parts, f"the model has no {kind}, so that {part} is nothing of it", f"remove {part}"
+            )
 
 
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
@@ -63,15 +69,26 @@ def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     key = f"{DTENSOR}.context_parallel_size"
     view.require(view[key] > 1)
     if view.facts.family.startswith("gemma3"):
-        yield Violation(key, view[key], "Gemma 3 mixes attention kinds that context parallelism does not offer", "set it to 1")
+        yield Violation(
+            key,
+            view[key],
+            "Gemma 3 mixes attention kinds that context parallelism does not offer",
+            "set it to 1",
+        )
 
 
 def dtensor_plan(view: View) -> Iterator[Violation]:
     """Sequence parallelism needs a plan that was written for it."""
-    view.require(backend_of(view) == "dtensor" and view[f"{DTENSOR}.sequence_parallel"] and view[f"{DTENSOR}.tensor_parallel_size"] != 1)
+    view.require(
+        backend_of(view) == "dtensor"
+        and view[f"{DTENSOR}.sequence_parallel"]
+        and view[f"{DTENSOR}.tensor_parallel_size"] != 1
+    )
     if view[f"{DTENSOR}.custom_parallel_plan"] is None and view.facts.family not in HAND_WRITTEN_PLANS:
         bound = f"there is no plan with it for {view.facts.family!r}"
-        yield Violation(f"{DTENSOR}.sequence_parallel", True, bound, "set it to false, or give custom_parallel_plan")
+        yield Violation(
+            f"{DTENSOR}.sequence_parallel", True, bound, "set it to false, or give custom_parallel_plan"
+        )
 
 
 BACKEND_RULES: tuple[Rule, ...] = (

@@ -44,15 +44,34 @@ def one_source(view: View) -> Iterator[Violation]:
     for section, source in _sources(view):
         path, name = source.get("path"), source.get("name")
         if path is not None and name is not None and set_module(source) is None:
-            known = f"name one of {', '.join(NAMED_SETS)}, without prompt_key" if name not in NAMED_SETS else "remove prompt_key"
+            known = (
+                f"name one of {', '.join(NAMED_SETS)}, without prompt_key"
+                if name not in NAMED_SETS
+                else "remove prompt_key"
+            )
             bound = "path and name are both given, and name is no set whose form is known"
-            yield Violation(section, source, bound, f"give path for a file or directory, or name for a data set; for both, {known}")
+            yield Violation(
+                section,
+                source,
+                bound,
+                f"give path for a file or directory, or name for a data set; for both, {known}",
+            )
         elif path is None and name is None:
-            yield Violation(section, source, "neither path nor name is given", "give path for a file or directory, or name for a data set")
+            yield Violation(
+                section,
+                source,
+                "neither path nor name is given",
+                "give path for a file or directory, or name for a data set",
+            )
         elif path is not None and is_file(path):
             for key in ("subset", "split"):
                 if source.get(key) is not None:
-                    yield Violation(f"{section}.{key}", source[key], "a file has no such parts", "remove it, or give name instead of path")
+                    yield Violation(
+                        f"{section}.{key}",
+                        source[key],
+                        "a file has no such parts",
+                        "remove it, or give name instead of path",
+                    )
 
 
 def fields_are_named(view: View) -> Iterator[Violation]:
@@ -67,17 +86,30 @@ def fields_are_named(view: View) -> Iterator[Violation]:
             yield Violation(f"{section}.prompt_key", source["prompt_key"], "messages_key is given too", fix)
         elif set_module(source) is not None and source.get("answer_key") is not None:
             fix = "remove it, or give prompt_key as well"
-            yield Violation(f"{section}.answer_key", source["answer_key"], f"the answers of {source['name']} are known", fix)
+            yield Violation(
+                f"{section}.answer_key",
+                source["answer_key"],
+                f"the answers of {source['name']} are known",
+                fix,
+            )
         bound = "it is neither a field nor a way through objects and lists"
         for place, extra in enumerate(source.get("extra_keys") or []):
             if isinstance(extra, str) and key_steps(extra) is None:
-                yield Violation(f"{section}.extra_keys.{place}", extra, bound, "write for example source or extra_info.index")
+                yield Violation(
+                    f"{section}.extra_keys.{place}",
+                    extra,
+                    bound,
+                    "write for example source or extra_info.index",
+                )
         for key in (*FIELD_KEYS, *PAIR_KEYS):
             value = source.get(key)
             names = fields_of_key(value) if isinstance(value, str | list) else ()
             if value == [] or any(isinstance(name, str) and key_steps(name) is None for name in names):
                 yield Violation(
-                    f"{section}.{key}", value, bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
+                    f"{section}.{key}",
+                    value,
+                    bound,
+                    "write for example answer, reward_model.ground_truth or prompt[0].content",
                 )
 
 
@@ -85,7 +117,9 @@ def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
     """A source of pairs names nothing that is not of a pair."""
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
-            bound = "the records are pairs, whose answers chosen_key and rejected_key name, and nothing reads it"
+            bound = (
+                "the records are pairs, whose answers chosen_key and rejected_key name, and nothing reads it"
+            )
             yield Violation(f"{section}.{key}", source[key], bound, "remove it")
 
 
@@ -96,7 +130,9 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
         for key in PAIR_KEYS:
             if source.get(key) is not None:
                 bound = f"algorithm {view['algorithm']!r} does not compare answers, and nothing reads it"
-                yield Violation(f"{section}.{key}", at(source, key), bound, "remove it, or write algorithm: dpo or rm")
+                yield Violation(
+                    f"{section}.{key}", at(source, key), bound, "remove it, or write algorithm: dpo or rm"
+                )
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
@@ -120,22 +156,38 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
     for section in weighted:
         if sources[section].get("repeat") is not None:
             fix = "remove repeat, and give the source more weight"
-            yield Violation(f"{section}.repeat", sources[section]["repeat"], "with weights an epoch does not count records", fix)
+            yield Violation(
+                f"{section}.repeat",
+                sources[section]["repeat"],
+                "with weights an epoch does not count records",
+                fix,
+            )
     for section, source in _of_set(view, "validation"):
         if source.get("weight") is not None:
             fix = "remove it, or limit the set by max_samples"
-            yield Violation(f"{section}.weight", source["weight"], "a validation takes all records of its sets", fix)
+            yield Violation(
+                f"{section}.weight", source["weight"], "a validation takes all records of its sets", fix
+            )
 
 
 def environments_are_there(view: View) -> Iterator[Violation]:
     """The environment that a source names is a section of the run's environments."""
     env = view.get("env")
-    names = [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"] if isinstance(env, Mapping) else []
+    names = (
+        [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"]
+        if isinstance(env, Mapping)
+        else []
+    )
     for section, source in _sources(view):
         name = source.get("env_name")
         if name is not None and name not in names:
             fix = f"write one of {', '.join(names)}" if names else "remove it"
-            yield Violation(f"{section}.env_name", name, f"the environments with names are {', '.join(names) or 'none'}", fix)
+            yield Violation(
+                f"{section}.env_name",
+                name,
+                f"the environments with names are {', '.join(names) or 'none'}",
+                fix,
+            )
 
 
 def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
@@ -153,7 +205,12 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
             unnamed = next((each for each in (section, first) if members[each].get("val_set") is None), None)
             if unnamed is not None:
                 bound = f"{first} and {section} would both be the set {name}"
-                yield Violation(f"{unnamed}.val_set", ABSENT, bound, "name both by val_set; sources with one name are one set")
+                yield Violation(
+                    f"{unnamed}.val_set",
+                    ABSENT,
+                    bound,
+                    "name both by val_set; sources with one name are one set",
+                )
                 continue
             for key in SAMPLING_KEYS:
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
@@ -165,14 +222,19 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
 def several_answers_differ(view: View) -> Iterator[Violation]:
     """Several answers to a prompt of a validation are sampled: greedy ones would all be the same."""
     view.require(view.algorithm.GENERATES)
-    shared = {GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}", TEMPERATURE: f"policy.generation.{TEMPERATURE}"}
+    shared = {
+        GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}",
+        TEMPERATURE: f"policy.generation.{TEMPERATURE}",
+    }
     for section, source in _of_set(view, "validation"):
         keys = {name: f"{section}.{name}" if name in source else path for name, path in shared.items()}
         answers = source[GENERATIONS] if GENERATIONS in source else view.get(shared[GENERATIONS])
         temperature = source[TEMPERATURE] if TEMPERATURE in source else view.get(shared[TEMPERATURE])
         if answers is not None and answers > 1 and temperature == 0:
             bound = f"{keys[GENERATIONS]} = {answers}, and greedy answers to a prompt are all the same"
-            yield Violation(keys[TEMPERATURE], temperature, bound, "write for example 0.6, or ask for one answer a prompt")
+            yield Violation(
+                keys[TEMPERATURE], temperature, bound, "write for example 0.6, or ask for one answer a prompt"
+            )
 
 
 def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:

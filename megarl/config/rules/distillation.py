@@ -31,10 +31,20 @@ def somebody_teaches(view: View) -> Iterator[Violation]:
     """There is one teacher, or there are teachers by name."""
     paths, algorithm = teachers_of(view), view["algorithm"]
     if view.get(TEACHER) is not None and view.get(TEACHERS) is not None:
-        yield Violation(TEACHERS, list(view[TEACHERS]), f"there is a section {TEACHER} too", f"move that under {TEACHERS}, or remove one")
+        yield Violation(
+            TEACHERS,
+            list(view[TEACHERS]),
+            f"there is a section {TEACHER} too",
+            f"move that under {TEACHERS}, or remove one",
+        )
     elif not paths:
         bound = f"algorithm {algorithm!r} needs a model that the policy learns from"
-        yield Violation(TEACHER, view.get(TEACHERS, ABSENT), bound, f"add {TEACHER}: {{model_name: ...}}, or {TEACHERS} by name")
+        yield Violation(
+            TEACHER,
+            view.get(TEACHERS, ABSENT),
+            bound,
+            f"add {TEACHER}: {{model_name: ...}}, or {TEACHERS} by name",
+        )
     for name, path in paths.items():
         if path != TEACHER:
             yield from fault_of_name(path, name)
@@ -46,23 +56,40 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
     view.require((view.get(TEACHER) is None and bool(names)) or view.get(OF_SOURCE) is not None)
     chosen = view[OF_SOURCE]
     if view.get(TEACHER) is not None:
-        yield Violation(OF_SOURCE, chosen, f"{TEACHER} has all sources, and nothing reads it", f"write null, or {TEACHERS} by name")
+        yield Violation(
+            OF_SOURCE,
+            chosen,
+            f"{TEACHER} has all sources, and nothing reads it",
+            f"write null, or {TEACHERS} by name",
+        )
         return
     if chosen is None:
         if len(names) > 1:
-            yield Violation(OF_SOURCE, None, f"the teachers are {', '.join(names)}, and nothing says whose a source is", "map all sources")
+            yield Violation(
+                OF_SOURCE,
+                None,
+                f"the teachers are {', '.join(names)}, and nothing says whose a source is",
+                "map all sources",
+            )
         return
     view.require(view.has("data.train") and not view.has_faults("data.train"))
     keys = [source_key(source) for source in train_sources(view["data"])]
     for key in dict.fromkeys(keys):
         if key not in chosen:
-            yield Violation(OF_SOURCE, chosen, f"the source {key!r} of data.train has no teacher", f"add {key}: {' or '.join(names)}")
+            yield Violation(
+                OF_SOURCE,
+                chosen,
+                f"the source {key!r} of data.train has no teacher",
+                f"add {key}: {' or '.join(names)}",
+            )
     for key, name in chosen.items():
         if key not in keys:
             bound = f"data.train has no such source; its sources are {', '.join(dict.fromkeys(keys))}"
             yield Violation(f"{OF_SOURCE}.{key}", name, bound, "remove it, or write the name of one")
         elif name not in names:
-            yield Violation(f"{OF_SOURCE}.{key}", name, f"the teachers are {', '.join(names)}", "write one of them")
+            yield Violation(
+                f"{OF_SOURCE}.{key}", name, f"the teachers are {', '.join(names)}", "write one of them"
+            )
     for name in names:
         if name not in chosen.values():
             fix = f"remove it, or map a source to it in {OF_SOURCE}"
@@ -77,18 +104,28 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
     for key, default in _SAMPLING.items():
         value = view.get(f"{generation}.{key}", default)
         if value != default:
-            bound = "the policy's probabilities are compared with the teacher's, and a token that sampling leaves out has none"
-            yield Violation(f"{generation}.{key}", value, bound, f"write {'null' if default is None else default}")
+            bound = (
+                "the policy's probabilities are compared with the teacher's, and a token that sampling "
+                "leaves out has none"
+            )
+            yield Violation(
+                f"{generation}.{key}", value, bound, f"write {'null' if default is None else default}"
+            )
     temperature = view[f"{generation}.temperature"]
     for path in paths.values():
         own = view.get(f"{path}.generation.temperature", temperature)
         if own != temperature:
-            bound = f"{generation}.temperature is {temperature}, and distributions of two temperatures differ whatever is learned"
+            bound = (
+                f"{generation}.temperature is {temperature}, and distributions of two temperatures "
+                "differ whatever is learned"
+            )
             yield Violation(f"{path}.generation.temperature", own, bound, "remove it")
         for key in _SAMPLING:
             value, of_policy = view.get(f"{path}.generation.{key}"), view.get(f"{generation}.{key}")
             if view.has(f"{path}.generation.{key}") and value != of_policy:
-                yield Violation(f"{path}.generation.{key}", value, f"{generation}.{key} is {of_policy}", "remove it")
+                yield Violation(
+                    f"{path}.generation.{key}", value, f"{generation}.{key} is {of_policy}", "remove it"
+                )
 
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
@@ -99,7 +136,10 @@ def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
     if mode == "topk":
         outside = f"{SECTION}.outside_topk"
         if view[_TOPK_LOGITS_K] == 1 and view[outside] == "renormalize":
-            bound = f"{outside} is renormalize: over one token both distributions are 1, and loss and gradient are 0 whatever they say"
+            bound = (
+                f"{outside} is renormalize: over one token both distributions are 1, and loss and "
+                "gradient are 0 whatever they say"
+            )
             yield Violation(_TOPK_LOGITS_K, 1, bound, "write 2 or more, or outside_topk: rest")
     elif not view.written(_LOSS):
         yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
@@ -114,7 +154,13 @@ def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
     view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size
     if value > size:
-        yield Violation(_TOPK_LOGITS_K, value, f"the vocabulary has {size} tokens", "write no more than that", ({_TOPK_LOGITS_K: size},))
+        yield Violation(
+            _TOPK_LOGITS_K,
+            value,
+            f"the vocabulary has {size} tokens",
+            "write no more than that",
+            ({_TOPK_LOGITS_K: size},),
+        )
 
 
 DISTILLATION_RULES: tuple[Rule, ...] = (

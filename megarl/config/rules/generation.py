@@ -29,7 +29,12 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
     backend = backend_of(view)
     if wanted is not None and backend not in wanted:
         fix = "write megatron" if backend == "megatron" else "write hf"
-        yield Violation(key, engine, f"it generates with a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}", fix)
+        yield Violation(
+            key,
+            engine,
+            f"it generates with a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}",
+            fix,
+        )
 
 
 def engine_is_known(view: View) -> Iterator[Violation]:
@@ -51,10 +56,17 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
         return
     if kind is None or kind.section is None:
         if given:
-            yield Violation(key, given, f"{GENERATION}.backend is {backend}, which has no keys of its own there", "remove it")
+            yield Violation(
+                key,
+                given,
+                f"{GENERATION}.backend is {backend}, which has no keys of its own there",
+                "remove it",
+            )
         yield from () if kind is None else apply_rules(kind.rules, view)
         return
-    faults = check_section(given, kind.section, prefix=key) or list(faults_of_ranges(given, kind.section, key))
+    faults = check_section(given, kind.section, prefix=key) or list(
+        faults_of_ranges(given, kind.section, key)
+    )
     yield from faults
     # a rule that reads a key of the wrong type would fail
     if not faults:
@@ -65,18 +77,26 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
     """An engine of its own gets a part of a single node, or whole nodes of several."""
     view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
     per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
-    ranks_key, nodes_key = (f"{GENERATION}.colocated.resources.{key}" for key in ("gpus_per_node", "num_nodes"))
+    ranks_key, nodes_key = (
+        f"{GENERATION}.colocated.resources.{key}" for key in ("gpus_per_node", "num_nodes")
+    )
     ranks, own_nodes = view.get(ranks_key), view.get(nodes_key)
     if nodes == 1:
         if ranks is None or not 0 < ranks < per_node:
-            bound = f"on a single node it must be at least 1 and leave some of the {per_node} ranks to training"
-            yield Violation(ranks_key, ranks, bound, "write a number of ranks", each_of(ranks_key, range(1, per_node)))
+            bound = (
+                f"on a single node it must be at least 1 and leave some of the {per_node} ranks to training"
+            )
+            yield Violation(
+                ranks_key, ranks, bound, "write a number of ranks", each_of(ranks_key, range(1, per_node))
+            )
         if own_nodes not in {None, 1}:
             yield Violation(nodes_key, own_nodes, "there is a single node", "write null")
         return
     if own_nodes is None or not 0 < own_nodes < nodes:
         bound = f"with several nodes it must be at least 1 and leave some of the {nodes} nodes to training"
-        yield Violation(nodes_key, own_nodes, bound, "write a number of nodes", each_of(nodes_key, range(1, nodes)))
+        yield Violation(
+            nodes_key, own_nodes, bound, "write a number of nodes", each_of(nodes_key, range(1, nodes))
+        )
     if ranks not in {None, per_node}:
         bound = f"generation takes whole nodes of {per_node} ranks"
         yield Violation(ranks_key, ranks, bound, "write null", each_of(ranks_key, [None]))
@@ -86,7 +106,11 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
     """The generation model must be the policy's model, because it receives the policy's weights."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
-        who = "the engine gets the policy's weights" if is_engine(view[GENERATION]) else "the policy itself generates"
+        who = (
+            "the engine gets the policy's weights"
+            if is_engine(view[GENERATION])
+            else "the policy itself generates"
+        )
         bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
 
@@ -109,7 +133,9 @@ def example_fits(view: View) -> Iterator[Violation]:
     length, longest = view[PROMPT], view[LONGEST]
     if length > longest:
         candidates = ({PROMPT: longest}, {LONGEST: length})
-        yield Violation(PROMPT, length, f"it must be at most {LONGEST} = {longest}", "make it as short", candidates)
+        yield Violation(
+            PROMPT, length, f"it must be at most {LONGEST} = {longest}", "make it as short", candidates
+        )
 
 
 def model_reaches_length(view: View) -> Iterator[Violation]:
@@ -117,7 +143,13 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
         bound = f"the model was made for at most {reach} positions"
-        yield Violation(LONGEST, view[LONGEST], bound, "make it as short, and prompt and answer with it", ({LONGEST: reach},))
+        yield Violation(
+            LONGEST,
+            view[LONGEST],
+            bound,
+            "make it as short, and prompt and answer with it",
+            ({LONGEST: reach},),
+        )
 
 
 def stop_strings_say_something(view: View) -> Iterator[Violation]:
@@ -125,7 +157,9 @@ def stop_strings_say_something(view: View) -> Iterator[Violation]:
     key = f"{GENERATION}.stop_strings"
     strings = view[key]
     if isinstance(strings, list) and "" in strings:
-        yield Violation(key, strings, "a stop string has at least one character", "leave the empty one out, or write null")
+        yield Violation(
+            key, strings, "a stop string has at least one character", "leave the empty one out, or write null"
+        )
 
 
 def token_ids_exist(view: View) -> Iterator[Violation]:
@@ -136,7 +170,12 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         wrong = [token for token in ids if not 0 <= token < size]
         if wrong:
-            yield Violation(key, value, f"{wrong} is outside the vocabulary of {size} tokens", f"write ids from 0 to {size - 1}")
+            yield Violation(
+                key,
+                value,
+                f"{wrong} is outside the vocabulary of {size} tokens",
+                f"write ids from 0 to {size - 1}",
+            )
 
 
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
@@ -145,11 +184,17 @@ def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
     view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.replay"] is None)
     key = f"{GENERATION}.colocated.enabled"
     if view[key]:
-        bound = f"{ASYNC}.enabled is true, and on shared devices sampling and training take turns: there is a lag and no overlap"
+        bound = (
+            f"{ASYNC}.enabled is true, and on shared devices sampling and training take turns: there is "
+            "a lag and no overlap"
+        )
         fix = f"write false, with {GENERATION}.colocated.resources.gpus_per_node, or {ASYNC}.enabled: false"
         yield Violation(key, True, bound, fix)
     if view.written(REWARD_MODEL.section):
-        bound = f"{ASYNC}.enabled is true, and a reward model scores on the devices of the policy, which trains meanwhile"
+        bound = (
+            f"{ASYNC}.enabled is true, and a reward model scores on the devices of the policy, which "
+            "trains meanwhile"
+        )
         yield Violation(REWARD_MODEL.section, "...", bound, f"remove it, or write {ASYNC}.enabled: false")
 
 

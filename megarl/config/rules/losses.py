@@ -33,7 +33,11 @@ _ROWS = (
         "ratios",
         {"loss_fn.ratio_clip_c": None},
         {"loss_fn.disable_ppo_ratio": True},
-        "disable_ppo_ratio is true: the objective of a bad token has its log-probability for the ratio, and is never as large",
+        (
+            "disable_ppo_ratio is true: the objective of a bad token has its log-probability for the ratio, "
+            "and "
+            "is never as large"
+        ),
         "write null",
     ),
     Row(
@@ -63,7 +67,11 @@ _ROWS = (
         "forced",
         {"loss_fn.use_cispo": False},
         {"loss_fn.force_on_policy_ratio": True},
-        "force_on_policy_ratio is true: the ratio is 1, a weight of 1 does nothing, and the gradient is the same without it",
+        (
+            "force_on_policy_ratio is true: the ratio is 1, a weight of 1 does nothing, and the gradient is "
+            "the "
+            "same without it"
+        ),
         "switch one of the two off",
     ),
     Row(
@@ -77,7 +85,10 @@ _ROWS = (
         "forced",
         {"loss_fn.disable_ppo_ratio": False},
         {"loss_fn.force_on_policy_ratio": True},
-        "force_on_policy_ratio is true: the ratio is 1, and the gradient is that of the log-probability with and without it",
+        (
+            "force_on_policy_ratio is true: the ratio is 1, and the gradient is that of the log-probability "
+            "with and without it"
+        ),
         "switch one of the two off",
     ),
     Row(
@@ -88,7 +99,10 @@ _ROWS = (
             "loss_fn.disable_ppo_ratio": (False, None),
             "loss_fn.use_importance_sampling_correction": False,
         },
-        "force_on_policy_ratio is true: the ratio of a sequence is 1, as that of a token is, and the gradient is that of the token",
+        (
+            "force_on_policy_ratio is true: the ratio of a sequence is 1, as that of a token is, and the "
+            "gradient is that of the token"
+        ),
         "write sequence_level_importance_ratios: false, and remove this",
     ),
     Row(
@@ -102,19 +116,30 @@ _ROWS = (
         "cispo",
         {"loss_fn.sequence_level_importance_ratios": False},
         {"loss_fn.use_cispo": True},
-        "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation 4), and none defines it for sequences",
+        (
+            "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation 4), and "
+            "none "
+            "defines it for sequences"
+        ),
         "switch one of the two off",
     ),
     Row(
         "cispo",
         {"loss_fn.ratio_clip_c": None},
         {"loss_fn.use_cispo": True},
-        "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max whatever the advantage",
+        (
+            "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max "
+            "whatever "
+            "the advantage"
+        ),
         "write null",
     ),
     Row(
         "truncation",
-        {"loss_fn.truncated_importance_sampling_ratio": None, "loss_fn.truncated_importance_sampling_ratio_min": None},
+        {
+            "loss_fn.truncated_importance_sampling_ratio": None,
+            "loss_fn.truncated_importance_sampling_ratio_min": None,
+        },
         {"loss_fn.truncated_importance_sampling_type": None},
         "truncated_importance_sampling_type is null, and nothing reads it",
         "write truncated_importance_sampling_type: tis, icepop or seq-mask-tis, or null here",
@@ -171,15 +196,30 @@ _ROWS = (
     Row(
         "divergence",
         {"loss_fn.reference_policy_kl_type": ("k2", "k3")},
-        {"loss_fn.use_kl_in_reward": (False, None), "has_divergence": True, "loss_fn.reference_policy_kl_gradient": "pathwise"},
-        "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy",
+        {
+            "loss_fn.use_kl_in_reward": (False, None),
+            "has_divergence": True,
+            "loss_fn.reference_policy_kl_gradient": "pathwise",
+        },
+        (
+            "its own gradient, that of the log-probability, has the expectation 0, so that nothing would "
+            "hold "
+            "the policy"
+        ),
         "write reference_policy_kl_gradient: exact, or another type",
     ),
     Row(
         "divergence",
         {"loss_fn.reference_policy_kl_gradient": "exact"},
-        {"loss_fn.use_kl_in_reward": (False, None), "has_divergence": True, "loss_fn.reference_policy_kl_type": "k2"},
-        "reference_policy_kl_type is k2, whose own gradient is that of the divergence already: pathwise would be what exact is",
+        {
+            "loss_fn.use_kl_in_reward": (False, None),
+            "has_divergence": True,
+            "loss_fn.reference_policy_kl_type": "k2",
+        },
+        (
+            "reference_policy_kl_type is k2, whose own gradient is that of the divergence already: pathwise "
+            "would be what exact is"
+        ),
         "remove it, or write another type",
     ),
     Row(
@@ -193,7 +233,11 @@ _ROWS = (
         "divergence in the reward",
         {"loss_fn.reference_policy_kl_type": "k1"},
         {"loss_fn.use_kl_in_reward": True},
-        "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of its value is 0 on average",
+        (
+            "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of "
+            "its "
+            "value is 0 on average"
+        ),
         "write reference_policy_kl_type: k1",
     ),
     Row(
@@ -217,7 +261,12 @@ def _bounds_leave_weights(view: View) -> Iterator[Violation]:
     low, high = (view.get(f"{SECTION}.truncated_importance_sampling_{end}") for end in ("ratio_min", "ratio"))
     if None not in (view.get(f"{SECTION}.truncated_importance_sampling_type"), low, high) and low >= high:
         bound = f"it must be less than truncated_importance_sampling_ratio = {high}, or no weight is left"
-        yield Violation(f"{SECTION}.truncated_importance_sampling_ratio_min", low, bound, "write a smaller number, or null")
+        yield Violation(
+            f"{SECTION}.truncated_importance_sampling_ratio_min",
+            low,
+            bound,
+            "write a smaller number, or null",
+        )
 
 
 def faults_of_loss(loss: Mapping[str, object]) -> Iterator[Violation]:
@@ -252,7 +301,10 @@ def loss_goes_together(view: View) -> Iterator[Violation]:
 def preference_loss_goes_together(view: View) -> Iterator[Violation]:
     """The settings of the preference loss must go together."""
     section = view.algorithm.section()
-    view.require(keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys() and not view.has_faults(section))
+    view.require(
+        keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys()
+        and not view.has_faults(section)
+    )
     yield from faults_of_preference_loss(view[section], section)
 
 
@@ -264,15 +316,22 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     clip of PPO bounds r only from below where the advantage is negative.
     """
     view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.max_trajectory_age_steps"] > 0)
-    old = f"answers are up to {ASYNC}.max_trajectory_age_steps = {view[f'{ASYNC}.max_trajectory_age_steps']} steps old"
+    old = (
+        f"answers are up to {ASYNC}.max_trajectory_age_steps = "
+        f"{view[f'{ASYNC}.max_trajectory_age_steps']} steps old"
+    )
     key = "loss_fn.force_on_policy_ratio"
     if view[key]:
-        yield Violation(key, True, f"{old}, and this takes the policy for the one that gave them", "write false")
+        yield Violation(
+            key, True, f"{old}, and this takes the policy for the one that gave them", "write false"
+        )
     if view[f"{ASYNC}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
             bound = f"{old}, and with {ASYNC}.recompute_logprobs nothing else corrects for that"
-            yield Violation(key, False, bound, "write true, with truncated_importance_sampling_type: tis and _ratio: 2.0")
+            yield Violation(
+                key, False, bound, "write true, with truncated_importance_sampling_type: tis and _ratio: 2.0"
+            )
         elif view["loss_fn.truncated_importance_sampling_type"] is None:
             key = "loss_fn.truncated_importance_sampling_type"
             bound = f"{old}, and without a bound a single token's importance weight may outweigh the batch"

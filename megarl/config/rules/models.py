@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _WANTED = "wanted_head"
 
 
-def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collection[str] = ()) -> dict[str, Any]:
+def with_model_as_policy(
+    config: Mapping[str, Any], path: str, faulty: Collection[str] = ()
+) -> dict[str, Any]:
     """A run's configuration with the section at ``path`` in the place of ``policy``, on the ranks of the
     policy: those of the cluster that generation has left."""
     cluster = config.get("cluster")
@@ -37,7 +39,13 @@ def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collectio
     return {**config, "cluster": cluster, POLICY: at(config, path)}
 
 
-def model_view(config: Mapping[str, Any], path: str, section: ModelSection, faulty: Collection[str], facts: ModelFacts | None) -> View:
+def model_view(
+    config: Mapping[str, Any],
+    path: str,
+    section: ModelSection,
+    faulty: Collection[str],
+    facts: ModelFacts | None,
+) -> View:
     """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's
     steps.
 
@@ -85,9 +93,16 @@ def backbone_is_that_of_the_policy(
         return
     different = [name for name in _BACKBONE if getattr(policy, name) != getattr(facts, name)]
     if different:
-        own, wanted = (", ".join(f"{name} {getattr(each, name)}" for name in different) for each in (facts, policy))
+        own, wanted = (
+            ", ".join(f"{name} {getattr(each, name)}" for name in different) for each in (facts, policy)
+        )
         bound = f"it is of another backbone than the policy: {own}; there {wanted}"
-        yield Violation(f"{path}.model_name", model_name, bound, "remove the line, or give a model that was made of the policy's")
+        yield Violation(
+            f"{path}.model_name",
+            model_name,
+            bound,
+            "remove the line, or give a model that was made of the policy's",
+        )
 
 
 MODEL_RULES: tuple[Rule, ...] = (

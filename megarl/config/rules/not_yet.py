@@ -14,7 +14,9 @@ NOT_YET = "not in this version"
 _DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{_DATA_PARALLEL}.use_custom_fsdp": frozenset({True}),
-    f"{_DATA_PARALLEL}.data_parallel_sharding_strategy": frozenset({"optim", "optim_grads", "optim_grads_params"}),
+    f"{_DATA_PARALLEL}.data_parallel_sharding_strategy": frozenset(
+        {"optim", "optim_grads", "optim_grads_params"}
+    ),
     f"{_DATA_PARALLEL}.average_in_collective": frozenset({True}),
     f"{MEGATRON}.optimizer.params_dtype": frozenset({"bfloat16", "float16"}),
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
@@ -38,8 +40,16 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
     """Only the Megatron backend runs mixtures of experts."""
     backend = backend_of(view)
     if view.facts.num_experts > 0 and backend != "megatron":
-        bound = f"the model is a mixture of {view.facts.num_experts} experts, which on the {backend} backend is {NOT_YET}"
-        yield Violation("policy.model_name", view["policy.model_name"], bound, f"take a dense model, or set {MEGATRON}.enabled to true")
+        bound = (
+            f"the model is a mixture of {view.facts.num_experts} experts, which on the {backend} "
+            f"backend is {NOT_YET}"
+        )
+        yield Violation(
+            "policy.model_name",
+            view["policy.model_name"],
+            bound,
+            f"take a dense model, or set {MEGATRON}.enabled to true",
+        )
 
 
 def unbuilt_hybrids(view: View) -> Iterator[Violation]:
@@ -49,22 +59,41 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
     backend, generates = backend_of(view), "policy.generation.backend"
     if backend != "megatron" and view.facts.num_experts == 0:
         bound = f"the model has gated delta nets, which on the {backend} backend are {NOT_YET}"
-        yield Violation("policy.model_name", view["policy.model_name"], bound, f"take another model, or set {MEGATRON}.enabled to true")
-    if view.get(generates) == "vllm" and (view.facts.family != "qwen3_next" or view.get("cluster.device") != "cpu"):
+        yield Violation(
+            "policy.model_name",
+            view["policy.model_name"],
+            bound,
+            f"take another model, or set {MEGATRON}.enabled to true",
+        )
+    if view.get(generates) == "vllm" and (
+        view.facts.family != "qwen3_next" or view.get("cluster.device") != "cpu"
+    ):
         bound = (
-            f"a refit of vLLM's model with gated delta nets is {NOT_YET}, but of qwen3_next on CPUs: vLLM's Qwen3.5 imports torchvision, "
+            f"a refit of vLLM's model with gated delta nets is {NOT_YET}, but of qwen3_next on CPUs: vLLM's "
+            "Qwen3.5 imports torchvision, "
             "with which it was not run, and none was run on a GPU"
         )
-        yield Violation(generates, "vllm", bound, "write megatron: the policy generates, with recurrent caches")
+        yield Violation(
+            generates, "vllm", bound, "write megatron: the policy generates, with recurrent caches"
+        )
     if view.get("policy.peft.enabled", False):
-        yield Violation("policy.peft.enabled", True, f"adapters of a model with gated delta nets are {NOT_YET}", "set it to false")
+        yield Violation(
+            "policy.peft.enabled",
+            True,
+            f"adapters of a model with gated delta nets are {NOT_YET}",
+            "set it to false",
+        )
     if view.get(f"{MEGATRON}.transformer_engine") is True:
         bound = f"layers of Transformer Engine beside gated delta nets are {NOT_YET}"
-        yield Violation(f"{MEGATRON}.transformer_engine", True, bound, "write auto or false, for the portable layers")
+        yield Violation(
+            f"{MEGATRON}.transformer_engine", True, bound, "write auto or false, for the portable layers"
+        )
     distributed = f"{MEGATRON}.optimizer.use_distributed_optimizer"
     if backend == "megatron" and view["policy.precision"] != "float32" and not view.get(distributed, True):
         # decays stay in float32, and Megatron-Core's other optimizer writes one dtype's state to a checkpoint
-        bound = f"checkpoints of that optimizer with gated delta nets in {view['policy.precision']} are {NOT_YET}"
+        bound = (
+            f"checkpoints of that optimizer with gated delta nets in {view['policy.precision']} are {NOT_YET}"
+        )
         yield Violation(distributed, False, bound, "set it to true, or policy.precision to float32")
 
 
@@ -72,7 +101,12 @@ def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
     """Chunks are multiplied in the dtype of the weights."""
     key = "policy.logprob_chunk_size"
     if view[key] and view.get(f"{MEGATRON}.float32_logits", False):
-        yield Violation(key, view[key], f"with {MEGATRON}.float32_logits it is {NOT_YET}", "write null, or set float32_logits to false")
+        yield Violation(
+            key,
+            view[key],
+            f"with {MEGATRON}.float32_logits it is {NOT_YET}",
+            "write null, or set float32_logits to false",
+        )
 
 
 NOT_YET_RULES: tuple[Rule, ...] = (

@@ -33,7 +33,10 @@ def optimizer_follows_precision(view: View) -> Iterator[Violation]:
         if view.has(key) and view[key] != (precision == name):
             wanted = precision == name
             yield Violation(
-                key, view[key], f"policy.precision is {precision}, so it must be {str(wanted).lower()}", "remove the line; it is derived"
+                key,
+                view[key],
+                f"policy.precision is {precision}, so it must be {str(wanted).lower()}",
+                "remove the line; it is derived",
             )
 
 
@@ -42,7 +45,12 @@ def pipeline_type(view: View) -> Iterator[Violation]:
     _megatron(view)
     key, precision = f"{MEGATRON}.pipeline_dtype", view["policy.precision"]
     if view[key] != precision:
-        yield Violation(key, view[key], f"it must be policy.precision = {precision}", "write ${policy.precision}, or remove the line")
+        yield Violation(
+            key,
+            view[key],
+            f"it must be policy.precision = {precision}",
+            "write ${policy.precision}, or remove the line",
+        )
 
 
 def milestones(view: View) -> Iterator[Violation]:
@@ -58,10 +66,17 @@ def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]
     lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
     if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
         bound = "a list holds one or more schedules and, at its end, one {milestones: [...]}"
-        yield Violation("policy.scheduler", list(chosen), bound, "write [{name, kwargs}, {name, kwargs}, {milestones: [50]}]")
+        yield Violation(
+            "policy.scheduler",
+            list(chosen),
+            bound,
+            "write [{name, kwargs}, {name, kwargs}, {milestones: [50]}]",
+        )
         return
     steps = lists[0] if lists else []
-    numbers = isinstance(steps, list) and all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    numbers = isinstance(steps, list) and all(
+        isinstance(step, int) and not isinstance(step, bool) for step in steps
+    )
     if not numbers or len(steps) != len(entries) - 1 or not all(map(operator.lt, [0, *steps], steps)):
         bound = f"{len(entries)} schedules need {len(entries) - 1} rising positive milestones"
         fix = "write the train() calls at which the next one starts"
@@ -75,14 +90,23 @@ def learning_rates(view: View) -> Iterator[Violation]:
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:
-            yield Violation(key, value, f"it must be at most {OPTIMIZER}.lr = {largest}", "write no more than that", ({key: largest},))
+            yield Violation(
+                key,
+                value,
+                f"it must be at most {OPTIMIZER}.lr = {largest}",
+                "write no more than that",
+                ({key: largest},),
+            )
 
 
 def learning_rate_is_used(view: View) -> Iterator[Violation]:
     """``policy.learning_rate`` is a value for the optimizer's own key, and says nothing where another value
     stands there."""
     backend = backend_of(view)
-    key, used = "policy.learning_rate", f"{OPTIMIZER}.lr" if backend == "megatron" else "policy.optimizer.kwargs.lr"
+    key, used = (
+        "policy.learning_rate",
+        f"{OPTIMIZER}.lr" if backend == "megatron" else "policy.optimizer.kwargs.lr",
+    )
     if view[key] != view[used]:
         bound = f"nothing reads it but a reference to it, and {used} = {view[used]} is none"
         yield Violation(key, view[key], bound, f"write {used}: ${{policy.learning_rate}}, or remove the line")
@@ -92,19 +116,38 @@ def decay_of_learning_rate(view: View) -> Iterator[Violation]:
     """A decaying learning rate says over how many steps, and the warm-up ends before."""
     _megatron(view)
     key = f"{SCHEDULER}.lr_decay_iters"
-    steps, style, warmup = view[key], view[f"{SCHEDULER}.lr_decay_style"], view[f"{SCHEDULER}.lr_warmup_iters"]
+    steps, style, warmup = (
+        view[key],
+        view[f"{SCHEDULER}.lr_decay_style"],
+        view[f"{SCHEDULER}.lr_warmup_iters"],
+    )
     if steps is None and style != "constant":
-        yield Violation(key, None, f"lr_decay_style {style!r} needs the number of steps it decays over", "write the steps of the run")
+        yield Violation(
+            key,
+            None,
+            f"lr_decay_style {style!r} needs the number of steps it decays over",
+            "write the steps of the run",
+        )
     if steps is not None and warmup >= steps:
         key = f"{SCHEDULER}.lr_warmup_iters"
-        yield Violation(key, warmup, f"it must be less than lr_decay_iters = {steps}", "write a smaller number", ({key: steps - 1},))
+        yield Violation(
+            key,
+            warmup,
+            f"it must be less than lr_decay_iters = {steps}",
+            "write a smaller number",
+            ({key: steps - 1},),
+        )
 
 
 def weight_decay_schedule(view: View) -> Iterator[Violation]:
     """Weight decay grows, and is constant when it says so."""
     _megatron(view)
     key = f"{SCHEDULER}.end_weight_decay"
-    start, end, style = view[f"{SCHEDULER}.start_weight_decay"], view[key], view[f"{SCHEDULER}.weight_decay_incr_style"]
+    start, end, style = (
+        view[f"{SCHEDULER}.start_weight_decay"],
+        view[key],
+        view[f"{SCHEDULER}.weight_decay_incr_style"],
+    )
     if end < start:
         bound = f"weight decay can only grow, and start_weight_decay is {start}"
         yield Violation(key, end, bound, "write no less than that", ({key: start},))
@@ -115,13 +158,25 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         yield Violation(key, end, bound, "write the same in both", candidates)
     elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
         own = view[f"{OPTIMIZER}.weight_decay"]
-        bound = f"weight_decay_incr_style is constant, so it must be {OPTIMIZER}.weight_decay = {own}, which would do nothing otherwise"
+        bound = (
+            f"weight_decay_incr_style is constant, so it must be {OPTIMIZER}.weight_decay = {own}, "
+            "which would do nothing otherwise"
+        )
         fix = "remove start_weight_decay and end_weight_decay; they are derived"
-        yield Violation(f"{SCHEDULER}.start_weight_decay", start, bound, fix, ({f"{SCHEDULER}.start_weight_decay": own, key: own},))
+        yield Violation(
+            f"{SCHEDULER}.start_weight_decay",
+            start,
+            bound,
+            fix,
+            ({f"{SCHEDULER}.start_weight_decay": own, key: own},),
+        )
     steps = f"{SCHEDULER}.lr_decay_iters"
     if style != "constant" and view[steps] is None:
         yield Violation(
-            steps, None, f"weight_decay_incr_style {style!r} needs the number of steps it grows over", "write the steps of the run"
+            steps,
+            None,
+            f"weight_decay_incr_style {style!r} needs the number of steps it grows over",
+            "write the steps of the run",
         )
 
 
@@ -131,7 +186,9 @@ def clipping_agrees(view: View) -> Iterator[Violation]:
     clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
     if clip != (norm or 0.0):
         bound = f"it must be policy.max_grad_norm = {'null, that is 0' if norm is None else norm}"
-        yield Violation(f"{OPTIMIZER}.clip_grad", clip, bound, "remove the line; it is derived from policy.max_grad_norm")
+        yield Violation(
+            f"{OPTIMIZER}.clip_grad", clip, bound, "remove the line; it is derived from policy.max_grad_norm"
+        )
 
 
 def low_states(view: View, section: str) -> list[str]:
@@ -147,13 +204,26 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
     key = f"{DATA_PARALLEL}.grad_reduce_in_fp32"
     if low and view["policy.precision"] == "float16" and not view[key]:
         yield Violation(
-            key, False, f"{low[0]} is below float32: float16 gradients would be divided in float16", "set it to true", ({key: True},)
+            key,
+            False,
+            f"{low[0]} is below float32: float16 gradients would be divided in float16",
+            "set it to true",
+            ({key: True},),
         )
     stages = view[f"{MEGATRON}.pipeline_model_parallel_size"]
     if view.facts.tied_embeddings and stages > 1:
         for key in (key for key in low if view[key] == "8bit"):
-            bound = f"the embedding and its copy in the last of {stages} stages have blocks of other numbers, and would drift apart"
-            yield Violation(key, "8bit", bound, "write bfloat16 or float32, or take one pipeline stage", ({key: "bfloat16"},))
+            bound = (
+                f"the embedding and its copy in the last of {stages} stages have blocks of other "
+                "numbers, and would drift apart"
+            )
+            yield Violation(
+                key,
+                "8bit",
+                bound,
+                "write bfloat16 or float32, or take one pipeline stage",
+                ({key: "bfloat16"},),
+            )
 
 
 def torch_states_are_adams(view: View) -> Iterator[Violation]:
@@ -164,7 +234,10 @@ def torch_states_are_adams(view: View) -> Iterator[Violation]:
         name, arguments = view[f"{section}.name"], view[f"{section}.kwargs"]
         if name not in ADAMS:
             yield Violation(
-                key, view[key], f"policy.optimizer.name is {name}, and only Adam's states have it", "write name: torch.optim.AdamW"
+                key,
+                view[key],
+                f"policy.optimizer.name is {name}, and only Adam's states have it",
+                "write name: torch.optim.AdamW",
             )
         fixed = sorted(FIXED.intersection(name for name, value in arguments.items() if value))
         if fixed:

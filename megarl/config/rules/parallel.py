@@ -32,7 +32,9 @@ def tensor_key(view: View) -> str:
 
 def sequence_parallel_key(view: View) -> str:
     """The key of sequence parallelism of the backend in use."""
-    return {"megatron": f"{MEGATRON}.sequence_parallel", "dtensor": f"{DTENSOR}.sequence_parallel"}.get(backend_of(view), "")
+    return {"megatron": f"{MEGATRON}.sequence_parallel", "dtensor": f"{DTENSOR}.sequence_parallel"}.get(
+        backend_of(view), ""
+    )
 
 
 def axis_sizes(view: View) -> tuple[int, int, int]:
@@ -64,7 +66,9 @@ def generation_shape(view: View) -> tuple[int, int] | None:
     is told to be for training."""
     if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
         return None
-    ranks, nodes = (view.get(f"{GENERATION}.colocated.resources.{key}") for key in ("gpus_per_node", "num_nodes"))
+    ranks, nodes = (
+        view.get(f"{GENERATION}.colocated.resources.{key}") for key in ("gpus_per_node", "num_nodes")
+    )
     if view["cluster.num_nodes"] == 1:
         view.require(ranks is not None)
         return 1, int(ranks)
@@ -97,11 +101,19 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     left = "" if generation_shape(view) is None else ", without those of generation"
     shape = f"{world} ranks ({ranks} x {nodes} nodes{left})"
     fix = f"give a multiple of {copy} ranks, or make the parallel sizes smaller"
-    bound = f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
+    bound = (
+        f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
+    )
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f", which {whole_copy} nodes have"
-    yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix, tuple(_divisions(view, nodes, ranks)))
+    yield Violation(
+        "cluster.gpus_per_node",
+        view["cluster.gpus_per_node"],
+        bound,
+        fix,
+        tuple(_divisions(view, nodes, ranks)),
+    )
 
 
 def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
@@ -117,9 +129,15 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
     if backend_of(view) == "megatron":
         sizes |= {PIPELINE: pipeline, CONTEXT: context}
     for key, size in sizes.items():
-        yield from each_of(key, (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0))
+        yield from each_of(
+            key,
+            (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0),
+        )
     given = per_node - ranks
-    yield from each_of("cluster.gpus_per_node", (given + number for number in multiples_near(copy // math.gcd(copy, nodes), ranks)))
+    yield from each_of(
+        "cluster.gpus_per_node",
+        (given + number for number in multiples_near(copy // math.gcd(copy, nodes), ranks)),
+    )
 
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
@@ -132,7 +150,9 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
         key, candidates = tensor_key(view), each_of(tensor_key(view), divisors_near(per_node, tensor))
-        yield Violation(key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates)
+        yield Violation(
+            key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates
+        )
 
 
 def sequence_length_divides(view: View) -> Iterator[Violation]:
@@ -142,15 +162,25 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
     _, context, tensor = axis_sizes(view)
     share = sequence_share(tensor, context, view[f"{MEGATRON}.sequence_parallel"])
     if view[key] % share:
-        bound = f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a multiple of {share}"
-        yield Violation(key, view[key], bound, "write such a multiple", each_of(key, multiples_near(share, view[key])))
+        bound = (
+            f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a "
+            f"multiple of {share}"
+        )
+        yield Violation(
+            key, view[key], bound, "write such a multiple", each_of(key, multiples_near(share, view[key]))
+        )
 
 
 def layers_divide(view: View) -> Iterator[Violation]:
     """The layers divide over the pipeline stages."""
     view.require(backend_of(view) == "megatron")
     stages, first, last = view[PIPELINE], view[FIRST], view[LAST]
-    view.require(stages >= 1 and (first is None or first >= 1) and (last is None or last >= 1) and view[WRITTEN] is None)
+    view.require(
+        stages >= 1
+        and (first is None or first >= 1)
+        and (last is None or last >= 1)
+        and view[WRITTEN] is None
+    )
     if stages == 1:
         for key, value in ((FIRST, first), (LAST, last)):
             if value is not None:
@@ -159,7 +189,10 @@ def layers_divide(view: View) -> Iterator[Violation]:
     try:
         layers = layers_per_stage(view.facts.num_layers, stages, first, last)
     except ValueError as error:
-        key, value = next(((key, value) for key, value in ((FIRST, first), (LAST, last)) if value is not None), (PIPELINE, stages))
+        key, value = next(
+            ((key, value) for key, value in ((FIRST, first), (LAST, last)) if value is not None),
+            (PIPELINE, stages),
+        )
         fix = f"choose {PIPELINE}, {FIRST} and {LAST} so that the {view.facts.num_layers} layers divide"
         even = ({FIRST: None, LAST: None},) if (first, last) != (None, None) else ()
         candidates = (*even, *each_of(PIPELINE, divisors_near(view.facts.num_layers, stages)))
@@ -169,7 +202,9 @@ def layers_divide(view: View) -> Iterator[Violation]:
     if chunks is not None and any(count % chunks for count in layers):
         bound = f"each stage's layers ({', '.join(map(str, layers))}) must divide into {chunks} model chunks"
         candidates = each_of(VIRTUAL, (*divisors_near(math.gcd(*layers), chunks), None))
-        yield Violation(VIRTUAL, chunks, bound, "write a number that divides all of them, or null", candidates)
+        yield Violation(
+            VIRTUAL, chunks, bound, "write a number that divides all of them, or null", candidates
+        )
 
 
 def written_layout_fits(view: View) -> Iterator[Violation]:
@@ -191,7 +226,9 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
         return
     chunks = pipeline_chunks(view[MEGATRON])
     if view[VIRTUAL] not in {None, chunks}:
-        yield Violation(VIRTUAL, view[VIRTUAL], f"{WRITTEN} has {chunks} chunks a stage", f"write {chunks} or null")
+        yield Violation(
+            VIRTUAL, view[VIRTUAL], f"{WRITTEN} has {chunks} chunks a stage", f"write {chunks} or null"
+        )
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
@@ -203,7 +240,9 @@ def widths_divide(view: View) -> Iterator[Violation]:
     view.require(tensor >= 1)
     widths = {"attention heads": facts.num_attention_heads, "key-value heads": facts.num_key_value_heads}
     if facts.latent_attention is not None and key == TENSOR:
-        widths["columns of latent keys and values"] = facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
+        widths["columns of latent keys and values"] = (
+            facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
+        )
         widths["columns of latent queries"] = facts.latent_attention.q_lora_rank or 0
     if facts.gated_delta is not None:
         widths["key heads of gated delta nets"] = facts.gated_delta.key_heads
@@ -215,14 +254,19 @@ def widths_divide(view: View) -> Iterator[Violation]:
     for name, width in widths.items():
         if width % tensor:
             bound = f"it must divide the model's {width} {name}"
-            yield Violation(key, tensor, bound, "write a number that divides all of the model's widths", candidates)
+            yield Violation(
+                key, tensor, bound, "write a number that divides all of the model's widths", candidates
+            )
 
 
 def hidden_divides(view: View) -> Iterator[Violation]:
     """Attention heads make up the model's width."""
     facts = view.facts
     if facts.num_attention_heads % facts.num_key_value_heads:
-        bound = f"{facts.num_attention_heads} attention heads are not a multiple of {facts.num_key_value_heads} key-value heads"
+        bound = (
+            f"{facts.num_attention_heads} attention heads are not a multiple of "
+            f"{facts.num_key_value_heads} key-value heads"
+        )
         yield Violation("policy.model_name", view["policy.model_name"], bound, "mend the model's config.json")
 
 
@@ -294,10 +338,18 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
     view.require(size >= 1)
     width = 0 if mixture is None else mixture.ffn_hidden_size
     if width % size:
-        bound, candidates = f"it must divide the {width} columns of the model's experts", each_of(EXPERT_TENSOR, divisors_near(width, size))
+        bound, candidates = (
+            f"it must divide the {width} columns of the model's experts",
+            each_of(EXPERT_TENSOR, divisors_near(width, size)),
+        )
         yield Violation(EXPERT_TENSOR, size, bound, "write a divisor of that", candidates)
     if size > 1 and view.facts.mlp_bias:
-        yield Violation(EXPERT_TENSOR, size, "Megatron-Core does not cut experts that have biases", f"write 1; raise {EXPERT} instead")
+        yield Violation(
+            EXPERT_TENSOR,
+            size,
+            "Megatron-Core does not cut experts that have biases",
+            f"write 1; raise {EXPERT} instead",
+        )
 
 
 def expert_ranks_divide(view: View) -> Iterator[Violation]:
@@ -307,11 +359,16 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
     view.require(min(stages, experts, cut) >= 1 and world % stages == 0)
     if world // stages % (experts * cut):
         key = EXPERT if experts > 1 else EXPERT_TENSOR
-        bound = f"the {world // stages} ranks of a pipeline stage must be a multiple of expert {experts} x expert tensor {cut}"
+        bound = (
+            f"the {world // stages} ranks of a pipeline stage must be a multiple of expert {experts} x "
+            f"expert tensor {cut}"
+        )
         ranks = world // stages
         candidates = (
             *each_of(EXPERT, (size for size in divisors_near(ranks, experts) if ranks % (size * cut) == 0)),
-            *each_of(EXPERT_TENSOR, (size for size in divisors_near(ranks, cut) if ranks % (size * experts) == 0)),
+            *each_of(
+                EXPERT_TENSOR, (size for size in divisors_near(ranks, cut) if ranks % (size * experts) == 0)
+            ),
             {EXPERT: 1, EXPERT_TENSOR: 1},
         )
         yield Violation(key, view[key], bound, "make the two smaller, or give more ranks", candidates)
@@ -333,8 +390,12 @@ def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
         yield Violation(DISPATCHER, "flex", bound, "write alltoall", otherwise)
     ranks, precision = view[EXPERT] * view[EXPERT_TENSOR], view["policy.precision"]
     if ranks not in (2, 4) and (ranks < 1 or ranks % 8):
-        bound = f"DeepEP sends between 2, 4 or a multiple of 8 ranks, and {EXPERT} x {EXPERT_TENSOR} = {ranks}"
-        yield Violation(DISPATCHER, "flex", bound, "write alltoall, or divide the experts over so many ranks", otherwise)
+        bound = (
+            f"DeepEP sends between 2, 4 or a multiple of 8 ranks, and {EXPERT} x {EXPERT_TENSOR} = {ranks}"
+        )
+        yield Violation(
+            DISPATCHER, "flex", bound, "write alltoall, or divide the experts over so many ranks", otherwise
+        )
     if precision != "bfloat16":
         bound = f"DeepEP sends bfloat16 alone, and policy.precision is {precision}"
         yield Violation(DISPATCHER, "flex", bound, "write alltoall, or train in bfloat16", otherwise)

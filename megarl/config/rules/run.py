@@ -64,8 +64,18 @@ def sections_of_algorithm(view: View) -> Iterator[Violation]:
     for section in algorithm.SECTIONS:
         if section not in algorithm.OPTIONAL and not view.written(section):
             yield Violation(section, ABSENT, f"algorithm {name!r} needs this section", "add it")
-    if algorithm.GENERATES and view.has("policy") and view.get("policy.generation") is None and not _faulty(view, "policy.generation"):
-        yield Violation("policy.generation", None, f"algorithm {name!r} generates answers and needs this section", "add it")
+    if (
+        algorithm.GENERATES
+        and view.has("policy")
+        and view.get("policy.generation") is None
+        and not _faulty(view, "policy.generation")
+    ):
+        yield Violation(
+            "policy.generation",
+            None,
+            f"algorithm {name!r} generates answers and needs this section",
+            "add it",
+        )
 
 
 def _faulty(view: View, path: str) -> bool:
@@ -77,7 +87,9 @@ def megatron_trains(view: View) -> Iterator[Violation]:
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
-        yield Violation(key, ABSENT, "the policy is trained and needs an optimizer", "add the section, with at least lr")
+        yield Violation(
+            key, ABSENT, "the policy is trained and needs an optimizer", "add the section, with at least lr"
+        )
 
 
 SCORING = "policy.reward_model_cfg"
@@ -89,9 +101,13 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
     view.require(view.has("policy") and not view.has_faults(SCORING) and scores(view["policy"]) != wanted)
     key = f"{SCORING}.enabled"
     if wanted:
-        yield Violation(key, view.get(key, ABSENT), f"algorithm {name!r} trains a model that scores", "write true")
+        yield Violation(
+            key, view.get(key, ABSENT), f"algorithm {name!r} trains a model that scores", "write true"
+        )
     else:
-        yield Violation(key, True, f"algorithm {name!r} trains a language model", f"write false, or remove {SCORING}")
+        yield Violation(
+            key, True, f"algorithm {name!r} trains a language model", f"write false, or remove {SCORING}"
+        )
 
 
 def has_scoring_model(view: View) -> bool:
@@ -118,7 +134,9 @@ def validation_has_data(view: View) -> Iterator[Violation]:
     asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
     if asked:
         key = f"{section}.{asked[0]}"
-        yield Violation(key, view[key], "there is no data.validation", "give data.validation, or turn validation off")
+        yield Violation(
+            key, view[key], "there is no data.validation", "give data.validation, or turn validation off"
+        )
 
 
 def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
@@ -140,7 +158,11 @@ def steps_are_counted(view: View) -> Iterator[Violation]:
     view.require(is_import_path(view["algorithm"]))
     for key in (f"{algorithm.section()}.max_num_steps", algorithm.PROMPTS, algorithm.GENERATIONS):
         value = None if key is None else view.get(key)
-        if key is not None and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if (
+            key is not None
+            and value is not None
+            and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+        ):
             yield Violation(key, value, "a whole number of at least 1 is needed", "write one")
 
 
@@ -156,20 +178,33 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
 def loss_is_known(view: View) -> Iterator[Violation]:
     """The loss is the built-in one, or one at an import path that can be made of the section."""
     view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig)
-    yield from _known_or_own(view, FUNCTION, (CLIPPED_PG,), f"{LOSS}.options", "Name", lambda found: _fault_of_loss(found, view[LOSS]))
+    yield from _known_or_own(
+        view,
+        FUNCTION,
+        (CLIPPED_PG,),
+        f"{LOSS}.options",
+        "Name",
+        lambda found: _fault_of_loss(found, view[LOSS]),
+    )
 
 
 def estimator_is_known(view: View) -> Iterator[Violation]:
     """The estimator of advantages is a built-in one, or a function at an import path."""
     section = f"{view.algorithm.section()}.adv_estimator"
-    yield from _known_or_own(view, f"{section}.name", ESTIMATORS, f"{section}.options", "name", _fault_of_estimator)
+    yield from _known_or_own(
+        view, f"{section}.name", ESTIMATORS, f"{section}.options", "name", _fault_of_estimator
+    )
 
 
 def _fault_of_estimator(found: Any) -> str | None:
     """Why something cannot be an estimator of advantages."""
     if inspect.isclass(found) or not callable(found):
         return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, and a function is wanted"
-    return None if _takes(found, None) else "it is called with one argument, the AdvantageInputs, and does not take it"
+    return (
+        None
+        if _takes(found, None)
+        else "it is called with one argument, the AdvantageInputs, and does not take it"
+    )
 
 
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
@@ -182,8 +217,15 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     except (Exception, SystemExit) as error:
         return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
-        return f"it makes a {type(made).__name__}, which is not called as a LossFunction is (megarl.algorithms.interfaces)"
-    return None if hasattr(made, "loss_type") else f"it makes a {type(made).__name__} without a loss_type (megarl.algorithms.interfaces)"
+        return (
+            f"it makes a {type(made).__name__}, which is not called as a LossFunction is "
+            "(megarl.algorithms.interfaces)"
+        )
+    return (
+        None
+        if hasattr(made, "loss_type")
+        else f"it makes a {type(made).__name__} without a loss_type (megarl.algorithms.interfaces)"
+    )
 
 
 def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
@@ -198,7 +240,12 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
 
 
 def _known_or_own(
-    view: View, key: str, built_in: Sequence[str], options: str, called: str, fault_of: Callable[[Any], str | None]
+    view: View,
+    key: str,
+    built_in: Sequence[str],
+    options: str,
+    called: str,
+    fault_of: Callable[[Any], str | None],
 ) -> Iterator[Violation]:
     """A key names something built in, or the import path of something of use; the options are read by the
     latter alone."""
@@ -208,7 +255,9 @@ def _known_or_own(
             yield Violation(options, view[options], f"{key} is {name}, which does not read it", "remove it")
     elif not is_import_path(name):
         near = difflib.get_close_matches(name, built_in, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"write one of those names, or path/to/file.py:{called}"
+        fix = (
+            f"did you mean {near[0]!r}?" if near else f"write one of those names, or path/to/file.py:{called}"
+        )
         yield Violation(key, name, f"it must be {', '.join(built_in)} or an import path", fix)
     else:
         try:
@@ -233,13 +282,21 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
         fix = "write 2 or more: an answer is judged against the others of its prompt"
         yield Violation(key, 1, "it must be at least 2", fix)
     if view.get("grpo.advantage_clip_low") == 0 and view.get("grpo.advantage_clip_high") == 0:
-        yield Violation("grpo.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
+        yield Violation(
+            "grpo.advantage_clip_low",
+            0,
+            "advantage_clip_high is 0 too, and no advantage is left",
+            "widen one of the two",
+        )
 
 
 def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
     """Options that matter only for advantages of tokens need such advantages; an algorithm of a user's own
     may make its own."""
-    ratios, gradient, forced = (f"{LOSS}.{key}" for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED))
+    ratios, gradient, forced = (
+        f"{LOSS}.{key}"
+        for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED)
+    )
     view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
     kind = view[f"{ESTIMATOR}.name"]
     view.require(kind in ESTIMATORS)
@@ -247,10 +304,16 @@ def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violat
     without = f" without {LOSS}.use_kl_in_reward" if kind == "reinforce_plus_plus" else ""
     reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of an answer have one advantage"
     if view.get(gradient) == "token":
-        fix = f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has advantages of tokens"
+        fix = (
+            f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has advantages "
+            "of tokens"
+        )
         yield Violation(gradient, "token", f"{reason}, and it would be what sequence is", fix)
     elif view.get(forced) and view.get(f"{LOSS}.use_importance_sampling_correction") is False:
-        bound = f"{forced} is true, and {reason}, so that ratios of tokens, which are 1 too, have the same gradient"
+        bound = (
+            f"{forced} is true, and {reason}, so that ratios of tokens, which are 1 too, have the same "
+            "gradient"
+        )
         yield Violation(ratios, True, bound, f"write {ratios}: false")
 
 
@@ -266,14 +329,24 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         bound = f"{key} is true, and with one answer no prompt has answers that differ"
         yield Violation("grpo.num_generations_per_prompt", 1, bound, f"write 2 or more, or {key}: false")
     if view[f"{ESTIMATOR}.name"] == "reinforce_plus_plus" and not view[f"{ESTIMATOR}.minus_baseline"]:
-        bound = f"{ESTIMATOR} compares answers with those to all prompts of a step, so that answers that agree have a signal too"
+        bound = (
+            f"{ESTIMATOR} compares answers with those to all prompts of a step, so that answers that "
+            "agree have a signal too"
+        )
         yield Violation(key, True, bound, "write false, or minus_baseline: true")
     if abs(prompts * view[multiplier] - round(prompts * view[multiplier])) > _ROUNDING:
         bound = f"times grpo.num_prompts_per_step = {prompts} it must be a whole number of prompts"
-        yield Violation(multiplier, view[multiplier], bound, f"write {math.ceil(prompts * view[multiplier]) / prompts:g}")
+        yield Violation(
+            multiplier, view[multiplier], bound, f"write {math.ceil(prompts * view[multiplier]) / prompts:g}"
+        )
     if view["grpo.max_num_epochs"] is not None:
-        bound = f"{key} is true: a step takes as many prompts as it needs, and nobody knows the steps of an epoch beforehand"
-        yield Violation("grpo.max_num_epochs", view["grpo.max_num_epochs"], bound, "write null, and max_num_steps")
+        bound = (
+            f"{key} is true: a step takes as many prompts as it needs, and nobody knows the steps of an "
+            "epoch beforehand"
+        )
+        yield Violation(
+            "grpo.max_num_epochs", view["grpo.max_num_epochs"], bound, "write null, and max_num_steps"
+        )
 
 
 _ROUNDING = 1e-9
@@ -291,7 +364,12 @@ def scores_of_answers_count(view: View) -> Iterator[Violation]:
     """The score of a reward model must count where there is one."""
     key = f"{view.algorithm.section()}.reward_model_weight"
     if view.get("reward_model") is not None and view[key] == 0:
-        yield Violation(key, 0, "the reward model would score answers in vain", "write another number, or take reward_model away")
+        yield Violation(
+            key,
+            0,
+            "the reward model would score answers in vain",
+            "write another number, or take reward_model away",
+        )
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
@@ -300,7 +378,9 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
     key = f"{ESTIMATOR}.name"
     if view.get("loss_fn.use_kl_in_reward", False):
-        bound = f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is none of them"
+        bound = (
+            f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is none of them"
+        )
         yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or take another estimator")
     weights: dict[str, float] = {}
     for section_key, section in _environments(view):
@@ -311,8 +391,16 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
         for name, reward in rewards.items():
             weight = reward.get("weight", 1.0)
             if weights.setdefault(name, weight) != weight:
-                bound = f"another environment has the weight {weights[name]} for it, and gdpo adds up rewards of one name"
-                yield Violation(f"{section_key}.rewards.{name}.weight", weight, bound, "write the same weight, or another name")
+                bound = (
+                    f"another environment has the weight {weights[name]} for it, and gdpo adds up "
+                    "rewards of one name"
+                )
+                yield Violation(
+                    f"{section_key}.rewards.{name}.weight",
+                    weight,
+                    bound,
+                    "write the same weight, or another name",
+                )
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
@@ -337,11 +425,21 @@ def environment_is_known(view: View) -> Iterator[Violation]:
         if name == TOOLS:
             yield from faults_of_tools(section, section_key)
         elif section.get("tools"):
-            yield Violation(f"{section_key}.tools", section["tools"], f"{key} is {name!r}, which calls none", f"write {key}: {TOOLS}")
+            yield Violation(
+                f"{section_key}.tools",
+                section["tools"],
+                f"{key} is {name!r}, which calls none",
+                f"write {key}: {TOOLS}",
+            )
         if name in REWARDED:
             continue
         if not is_import_path(name):
-            yield Violation(key, name, f"it must be {', '.join(REWARDED)} or an import path", "write one, such as path/to/file.py:Name")
+            yield Violation(
+                key,
+                name,
+                f"it must be {', '.join(REWARDED)} or an import path",
+                "write one, such as path/to/file.py:Name",
+            )
             continue
         try:
             environment_class(name, key)
@@ -375,7 +473,10 @@ def environments_have_names(view: View) -> Iterator[Violation]:
             yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
     if env.get("environment", SINGLE_TURN) != SINGLE_TURN:
         yield Violation(
-            ENVIRONMENT, env["environment"], f"the environments of the run are {', '.join(named)}", f"move it to env.{named[0]}"
+            ENVIRONMENT,
+            env["environment"],
+            f"the environments of the run are {', '.join(named)}",
+            f"move it to env.{named[0]}",
         )
 
 
@@ -387,7 +488,12 @@ def services_are_named(view: View) -> Iterator[Violation]:
     for service, name in _NAMED_BY.items():
         key = f"logger.{service}"
         if view.get(f"{key}_enabled") and view.get(key) is None and not _faulty(view, key):
-            yield Violation(key, view.get(key, ABSENT), f"{service}_enabled is true and needs it", f"add {service}: {{{name}: <name>}}")
+            yield Violation(
+                key,
+                view.get(key, ABSENT),
+                f"{service}_enabled is true and needs it",
+                f"add {service}: {{{name}: <name>}}",
+            )
 
 
 _SINK_METHODS = ("write", "truncate_after", "close")
@@ -406,7 +512,12 @@ def sinks_are_known(view: View) -> Iterator[Violation]:
             continue
         fault = _fault_of_sink(kind)
         if fault is not None:
-            yield Violation(key, path, fault, "name a class like megarl.observe.sinks:Sink, made with (log_dir, run_config)")
+            yield Violation(
+                key,
+                path,
+                fault,
+                "name a class like megarl.observe.sinks:Sink, made with (log_dir, run_config)",
+            )
 
 
 def _fault_of_sink(kind: Any) -> str | None:
@@ -431,11 +542,21 @@ def profiled_steps(view: View) -> Iterator[Violation]:
     view.require(steps is not None)
     last = view[f"{view.algorithm.section()}.max_num_steps"]
     if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
-        yield Violation(key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4")
+        yield Violation(
+            key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4"
+        )
     elif steps[0] > last:
-        yield Violation(key, steps, f"the run has {last} steps", "begin at its last step at the latest", ({key: [last, last + 1]},))
+        yield Violation(
+            key,
+            steps,
+            f"the run has {last} steps",
+            "begin at its last step at the latest",
+            ({key: [last, last + 1]},),
+        )
     elif not view["profiler.torch_ranks"] and not view["profiler.nsys_workers"]:
-        yield Violation(key, steps, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
+        yield Violation(
+            key, steps, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers"
+        )
 
 
 def profiled_workers(view: View) -> Iterator[Violation]:
@@ -444,8 +565,17 @@ def profiled_workers(view: View) -> Iterator[Violation]:
     nodes, per_node = training_shape(view)
     outside = [rank for rank in ranks if not 0 <= rank < nodes * per_node]
     if outside:
-        yield Violation("profiler.torch_ranks", ranks, f"ranks of the policy lie in [0, {nodes * per_node})", f"leave out {outside}")
-    matches = [pattern.strip() for pattern in (patterns or "").split(",") if fnmatch.fnmatch(POLICY_WORKERS, pattern.strip())]
+        yield Violation(
+            "profiler.torch_ranks",
+            ranks,
+            f"ranks of the policy lie in [0, {nodes * per_node})",
+            f"leave out {outside}",
+        )
+    matches = [
+        pattern.strip()
+        for pattern in (patterns or "").split(",")
+        if fnmatch.fnmatch(POLICY_WORKERS, pattern.strip())
+    ]
     if patterns is not None and not matches:
         bound = f"it matches no worker that is profiled: those of the policy are called {POLICY_WORKERS}"
         yield Violation("profiler.nsys_workers", patterns, bound, 'write "*policy*"')
@@ -490,8 +620,13 @@ def samples_fill_global_batches(view: View) -> Iterator[Violation]:
     """A step trains on all its samples."""
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations % size:
-        bound = f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} samples of a step"
-        yield Violation(GLOBAL, size, bound, "write a divisor of them", tuple(_batch_sizes(view, GLOBAL, MICRO)))
+        bound = (
+            f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} "
+            "samples of a step"
+        )
+        yield Violation(
+            GLOBAL, size, bound, "write a divisor of them", tuple(_batch_sizes(view, GLOBAL, MICRO))
+        )
 
 
 def _samples_of_step(view: View) -> tuple[int, int, int]:
@@ -511,13 +646,21 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
     view.require(view[key])
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations != size:
-        bound = f"a step trains on its {prompts * generations} samples in global batches of {size}, and all but the first are off-policy"
+        bound = (
+            f"a step trains on its {prompts * generations} samples in global batches of {size}, and all "
+            "but the first are off-policy"
+        )
         fix = f"write {GLOBAL}: as many, or force_on_policy_ratio: false"
         whole = each_of(GLOBAL, [prompts * generations])
-        more = (each for each in _batch_sizes(view, GLOBAL, MICRO) if len(each) == 2 and _is_one_batch(view, each))
+        more = (
+            each for each in _batch_sizes(view, GLOBAL, MICRO) if len(each) == 2 and _is_one_batch(view, each)
+        )
         yield Violation(key, True, bound, fix, (*whole, *more, {key: False}))
     elif view.algorithm.section() == "ppo" and view["ppo.ppo_epochs"] > 1:
-        bound = f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: the samples are trained on again, and are off-policy then"
+        bound = (
+            f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: the samples are trained on again, and are "
+            "off-policy then"
+        )
         yield Violation(key, True, bound, "write ppo.ppo_epochs: 1, or force_on_policy_ratio: false")
 
 
@@ -538,12 +681,23 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
     view.require(size >= 1 and micro >= 1)
     if size % ranks:
         bound = f"it must be a multiple of the {ranks} data-parallel ranks"
-        yield Violation(global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key)))
+        yield Violation(
+            global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key))
+        )
         return
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
-        bound = f"it must divide the {size // ranks} samples ({size} / {ranks} data-parallel ranks) of a global batch on one rank"
-        yield Violation(micro_key, micro, bound, "write a divisor of them", each_of(micro_key, divisors_near(size // ranks, micro)))
+        bound = (
+            f"it must divide the {size // ranks} samples ({size} / {ranks} data-parallel ranks) of a "
+            "global batch on one rank"
+        )
+        yield Violation(
+            micro_key,
+            micro,
+            bound,
+            "write a divisor of them",
+            each_of(micro_key, divisors_near(size // ranks, micro)),
+        )
 
 
 def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[str, Any]]:
@@ -562,12 +716,17 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
         return
     prompts, generations, _ = _samples_of_step(view)
     samples = prompts * generations
-    yield from ({GLOBAL: number} for unit in units for number in divisors_near(samples, size) if number % unit == 0)
+    yield from (
+        {GLOBAL: number} for unit in units for number in divisors_near(samples, size) if number % unit == 0
+    )
     batches = max(samples // size, 1)
     for unit in units:
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
-            yield {algorithm.PROMPTS: others, GLOBAL: whole // batches if whole % (batches * unit) == 0 else whole}
+            yield {
+                algorithm.PROMPTS: others,
+                GLOBAL: whole // batches if whole % (batches * unit) == 0 else whole,
+            }
 
 
 def _is_one_batch(view: View, sizes: Mapping[str, Any]) -> bool:
@@ -579,7 +738,9 @@ def _is_one_batch(view: View, sizes: Mapping[str, Any]) -> bool:
 def one_way_of_batching(view: View) -> Iterator[Violation]:
     """Packing and dynamic batching exclude each other."""
     if view[f"{DYNAMIC}.enabled"] and view[f"{PACKING}.enabled"]:
-        yield Violation(f"{DYNAMIC}.enabled", True, "sequence packing is enabled too", "disable one of the two")
+        yield Violation(
+            f"{DYNAMIC}.enabled", True, "sequence packing is enabled too", "disable one of the two"
+        )
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
@@ -595,7 +756,13 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
                 if not view.written(key):
-                    yield Violation(key, budget, f"{section} is enabled and needs it", "write a number of tokens", ({key: needed},))
+                    yield Violation(
+                        key,
+                        budget,
+                        f"{section} is enabled and needs it",
+                        "write a number of tokens",
+                        ({key: needed},),
+                    )
             elif budget < needed:
                 padded = f", padded to a multiple of {multiple}" if padded_longest > longest else ""
                 held = "a sequence" if rows == 1 else "both answers of a pair, each"

@@ -52,9 +52,14 @@ class Row:
             key, first = _filled(pattern, view), _several(values)[0]
             value = view.get(key, first)
             if value not in _several(values):
-                words = {"word": key.rpartition(".")[2], "first": "null" if first is None else str(first).lower()}
+                words = {
+                    "word": key.rpartition(".")[2],
+                    "first": "null" if first is None else str(first).lower(),
+                }
                 candidates = ({key: first},) if self.proposes else ()
-                yield Violation(key, value, _filled(self.bound, view, words), _filled(self.fix, view, words), candidates)
+                yield Violation(
+                    key, value, _filled(self.bound, view, words), _filled(self.fix, view, words), candidates
+                )
 
 
 def _several(values: object) -> tuple[object, ...]:
@@ -62,7 +67,10 @@ def _several(values: object) -> tuple[object, ...]:
 
 
 def _single_turn(view: View) -> bool:
-    return all(inner.get("environment", SINGLE_TURN) == SINGLE_TURN for inner in environments_of(view["env"]).values())
+    return all(
+        inner.get("environment", SINGLE_TURN) == SINGLE_TURN
+        for inner in environments_of(view["env"]).values()
+    )
 
 
 def _has_teachers(view: View) -> bool:
@@ -198,13 +206,21 @@ ROWS_OF_MODELS = (
         "router_options_fit",
         {"policy.megatron_cfg.moe_router_bias_update_rate": 0},
         {"backend": "megatron", "has_experts": True},
-        "no bias of the routers of {family} is updated in training: it stays as it was loaded, where there is one",
+        (
+            "no bias of the routers of {family} is updated in training: it stays as it was loaded, where "
+            "there "
+            "is one"
+        ),
         "write 0; to balance the experts set policy.megatron_cfg.moe_router_load_balancing_type",
     ),
     Row(
         "router_options_fit",
         {"policy.megatron_cfg.moe_aux_loss_coeff": (None, 0)},
-        {"backend": "megatron", "has_experts": True, "policy.megatron_cfg.moe_router_load_balancing_type": "none"},
+        {
+            "backend": "megatron",
+            "has_experts": True,
+            "policy.megatron_cfg.moe_router_load_balancing_type": "none",
+        },
         "policy.megatron_cfg.moe_router_load_balancing_type is none",
         "write null, or choose aux_loss",
     ),
@@ -227,7 +243,11 @@ ROWS_OF_MODELS = (
         {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
         {"backend": "megatron"},
         "megarl's own states below float32 take its place, on every device and in every layout",
-        "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit for the last two",
+        (
+            "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit "
+            "for "
+            "the last two"
+        ),
     ),
     # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it
     # reads a checkpoint, which changes the weights read before. State made first would spare the step; but
@@ -250,7 +270,11 @@ ROWS_OF_MODELS = (
         "states_in_host_memory",
         {"policy.megatron_cfg.optimizer.optimizer_offload_fraction": 0},
         {"backend": "megatron", "policy.megatron_cfg.optimizer.master_dtype": "bfloat16"},
-        "policy.megatron_cfg.optimizer.master_dtype is bfloat16, which steps the weights themselves, on the device",
+        (
+            "policy.megatron_cfg.optimizer.master_dtype is bfloat16, which steps the weights themselves, on "
+            "the "
+            "device"
+        ),
         "write 0, or master_dtype: float32, whose copies take no memory of the device there",
     ),
     Row(
@@ -271,7 +295,11 @@ ROWS_OF_MODELS = (
         "gradients_are_summed",
         {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective": False},
         {"backend": "megatron"},
-        "losses are divided by the global number of tokens or sequences, so gradients are summed; averaging would divide twice",
+        (
+            "losses are divided by the global number of tokens or sequences, so gradients are summed; "
+            "averaging "
+            "would divide twice"
+        ),
         "set it to false",
     ),
     Row(
@@ -284,14 +312,20 @@ ROWS_OF_MODELS = (
     Row(
         "overlap_of_parameter_gather",
         {"policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False},
-        {"backend": "megatron", "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": False},
+        {
+            "backend": "megatron",
+            "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": False,
+        },
         "it needs overlap_grad_reduce",
         "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to true or null",
     ),
     Row(
         "sharding_strategy_is_used",
         {"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy": "no_shard"},
-        {"backend": "megatron", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": False},
+        {
+            "backend": "megatron",
+            "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": False,
+        },
         "only Megatron's own FSDP reads it, and use_custom_fsdp is false, so it would do nothing",
         "remove the line; policy.megatron_cfg.optimizer.use_distributed_optimizer shards the optimizer state",
     ),
@@ -308,7 +342,10 @@ ROWS_OF_MODELS = (
 ROWS_OF_RUNS = (
     Row(
         "shared_devices_need_no_resources",
-        {"policy.generation.colocated.resources.gpus_per_node": None, "policy.generation.colocated.resources.num_nodes": None},
+        {
+            "policy.generation.colocated.resources.gpus_per_node": None,
+            "policy.generation.colocated.resources.num_nodes": None,
+        },
         {"policy.generation.colocated.enabled": True},
         "colocated.enabled is true: generation runs on the devices of training, so it would do nothing",
         "write null, or remove the line",
@@ -317,14 +354,20 @@ ROWS_OF_RUNS = (
         "engines_apart_are_checked",
         {"policy.generation.engine_check.sequences": 0},
         {"policy.generation.colocated.enabled": True},
-        "colocated.enabled is true: each batch is sampled with the newest weights, and mismatch_mean compares it with the policy",
+        (
+            "colocated.enabled is true: each batch is sampled with the newest weights, and mismatch_mean "
+            "compares it with the policy"
+        ),
         "write 0, or remove the line",
     ),
     Row(
         "examples_are_scored_by_the_model_itself",
         defaults("policy.generation", GenerationConfig, "temperature", "top_p", "top_k"),
         {"generates": False},
-        "{algorithm} trains the model's own probabilities, and log-probabilities follow how answers are drawn",
+        (
+            "{algorithm} trains the model's own probabilities, and log-probabilities follow how answers are "
+            "drawn"
+        ),
         "write {first}, or remove the section",
     ),
     Row(
@@ -338,7 +381,10 @@ ROWS_OF_RUNS = (
         "turns_have_an_environment",
         {"{section}.max_rollout_turns": (1, 0)},
         {"single_turn": True},
-        "env.environment is single_turn, which ends a conversation with its first response, so that it would do nothing",
+        (
+            "env.environment is single_turn, which ends a conversation with its first response, so that it "
+            "would do nothing"
+        ),
         "write 1, or name an environment that goes on",
     ),
     Row(
@@ -352,7 +398,11 @@ ROWS_OF_RUNS = (
         "entropy_can_be_raised",
         {"loss_fn.entropy_coef": 0},
         {"has_policy_loss": True, "policy.generation.top_k": 1},
-        "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is 0 whatever is learned",
+        (
+            "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is "
+            "0 "
+            "whatever is learned"
+        ),
         "write 0, or let more tokens be drawn",
     ),
     Row(
@@ -420,7 +470,10 @@ ROWS_OF_RUNS = (
         "what_is_bootstrapped_is_trained_on",
         {"ppo.bootstrap_truncated": False},
         {"ppo.overlong_filtering": True},
-        "ppo.overlong_filtering is true: answers that were cut off are left out, and nothing reads what they are worth",
+        (
+            "ppo.overlong_filtering is true: answers that were cut off are left out, and nothing reads what "
+            "they are worth"
+        ),
         "switch one of the two off",
     ),
     Row(

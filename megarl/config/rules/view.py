@@ -28,7 +28,9 @@ class View:
         facts: sizes of the model, when they are known.
     """
 
-    def __init__(self, config: Mapping[str, Any], faulty: Collection[str] = (), facts: ModelFacts | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], faulty: Collection[str] = (), facts: ModelFacts | None = None
+    ) -> None:
         self._config = config
         self._faulty = frozenset(faulty)
         self._facts = facts

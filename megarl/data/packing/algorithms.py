@@ -8,7 +8,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
 
-from megarl.data.packing.fitting import Bin, best_fit, first_fit, grow_by_splitting, longest_first, split_evenly, split_in_order, spread
+from megarl.data.packing.fitting import (
+    Bin,
+    best_fit,
+    first_fit,
+    grow_by_splitting,
+    longest_first,
+    split_evenly,
+    split_in_order,
+    spread,
+)
 from megarl.data.packing.metrics import PackingMetrics
 from megarl.errors import PackingError
 
@@ -47,9 +56,14 @@ class SequencePacker(ABC):
         bin_count_multiple: int | None = None,
     ) -> None:
         if min_bin_count is not None and min_bin_count < 0:
-            raise PackingError(f"min_bin_count must be nonnegative, got {min_bin_count}; write 0 for no minimum")
+            raise PackingError(
+                f"min_bin_count must be nonnegative, got {min_bin_count}; write 0 for no minimum"
+            )
         if bin_count_multiple is not None and bin_count_multiple < 1:
-            raise PackingError(f"bin_count_multiple must be positive, got {bin_count_multiple}; write 1 to allow any number of bins")
+            raise PackingError(
+                f"bin_count_multiple must be positive, got {bin_count_multiple}; write 1 to allow any "
+                "number of bins"
+            )
         self.bin_capacity = bin_capacity
         self.min_bin_count = min_bin_count or 0
         self.bin_count_multiple = bin_count_multiple or 1
@@ -81,7 +95,9 @@ class SequencePacker(ABC):
             self.metrics.update(lengths, bins, self.bin_capacity)
         return bins
 
-    def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
+    def compute_metrics(
+        self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
         """Statistics of one packing (see ``PackingMetrics``), without recording it."""
         return PackingMetrics().calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
@@ -100,23 +116,32 @@ class SequencePacker(ABC):
 
     def _validate(self, lengths: Sequence[int]) -> None:
         if self.bin_capacity <= 0:
-            raise PackingError(f"bin_capacity = {self.bin_capacity} must be positive; give the number of tokens a bin may hold")
+            raise PackingError(
+                f"bin_capacity = {self.bin_capacity} must be positive; give the number of tokens a bin may "
+                "hold"
+            )
         for index, length in enumerate(lengths):
             if length > self.bin_capacity:
                 raise PackingError(
-                    f"sequence {index} has length {length}, which exceeds bin_capacity = {self.bin_capacity}; "
+                    f"sequence {index} has length {length}, which exceeds bin_capacity = "
+                    f"{self.bin_capacity}; "
                     f"raise the tokens per micro-batch to at least {max(lengths)} or shorten the sequences"
                 )
             if length < 0:
-                raise PackingError(f"sequence {index} has length {length}, lengths must not be negative; check the input lengths")
+                raise PackingError(
+                    f"sequence {index} has length {length}, lengths must not be negative; check the input "
+                    "lengths"
+                )
 
     def _wanted_bin_count(self, bin_count: int, sequence_count: int) -> int:
         at_least = max(bin_count, self.min_bin_count)
         wanted = -(-at_least // self.bin_count_multiple) * self.bin_count_multiple
         if wanted > sequence_count:
             raise PackingError(
-                f"Cannot create {wanted} bins with only {sequence_count} sequences, each bin must hold at least one. "
-                f"Give more sequences, or lower min_bin_count ({self.min_bin_count}) or bin_count_multiple ({self.bin_count_multiple})"
+                f"Cannot create {wanted} bins with only {sequence_count} sequences, each bin must hold at "
+                "least one. "
+                f"Give more sequences, or lower min_bin_count ({self.min_bin_count}) or bin_count_multiple "
+                f"({self.bin_count_multiple})"
             )
         return wanted
 
@@ -213,7 +238,8 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         for index, length in enumerate(lengths):
             if length <= 0:
                 raise PackingError(
-                    f"sequence {index} has length {length}, this algorithm needs lengths of at least 1; drop empty sequences"
+                    f"sequence {index} has length {length}, this algorithm needs lengths of at least 1; "
+                    "drop empty sequences"
                 )
 
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:

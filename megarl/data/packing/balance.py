@@ -39,7 +39,8 @@ def deal_bins(costs: Sequence[int], shards: int) -> list[int]:
     """
     if shards < 1 or len(costs) % shards:
         raise PackingError(
-            f"{len(costs)} bins cannot be dealt evenly to shards = {shards}; pack with bin_count_multiple equal to the number of shards"
+            f"{len(costs)} bins cannot be dealt evenly to shards = {shards}; pack with bin_count_multiple "
+            "equal to the number of shards"
         )
     costliest_first = sorted(range(len(costs)), key=lambda bin_number: -costs[bin_number])
     work = [0] * shards

@@ -155,13 +155,16 @@ def martello_toth_lower_bound(sequence_lengths: Sequence[int], bin_capacity: int
         PackingError: the capacity is not positive, or a length is outside ``[0, bin_capacity]``.
     """
     if bin_capacity <= 0:
-        raise PackingError(f"bin_capacity = {bin_capacity} must be positive; give the number of tokens a bin may hold")
+        raise PackingError(
+            f"bin_capacity = {bin_capacity} must be positive; give the number of tokens a bin may hold"
+        )
     ascending = sorted(sequence_lengths)
     if not ascending or ascending[-1] == 0:
         return 0
     if ascending[0] < 0 or ascending[-1] > bin_capacity:
         raise PackingError(
-            f"sequence lengths run from {ascending[0]} to {ascending[-1]}, outside [0, bin_capacity = {bin_capacity}]; "
+            f"sequence lengths run from {ascending[0]} to {ascending[-1]}, outside [0, bin_capacity = "
+            f"{bin_capacity}]; "
             "raise the capacity or leave those sequences out"
         )
     total_up_to = [0, *accumulate(ascending)]

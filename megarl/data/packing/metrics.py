@@ -29,13 +29,17 @@ class PackingMetrics:
         """Forget all packings."""
         self.history.clear()
 
-    def update(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int) -> dict[str, float]:
+    def update(
+        self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
+    ) -> dict[str, float]:
         """Add one packing and return its statistics."""
         stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
         self.history.append(stats)
         return stats
 
-    def calculate_stats_only(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int) -> dict[str, float]:
+    def calculate_stats_only(
+        self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
+    ) -> dict[str, float]:
         """Statistics of one packing, without adding it.
 
         Args:
@@ -68,7 +72,14 @@ class PackingMetrics:
         """
         if not self.history:
             return {}
-        summed_keys = ("num_sequences", "num_bins", "total_sequence_length", "total_bin_capacity", "total_waste", "theoretical_min_bins")
+        summed_keys = (
+            "num_sequences",
+            "num_bins",
+            "total_sequence_length",
+            "total_bin_capacity",
+            "total_waste",
+            "theoretical_min_bins",
+        )
         stats = {key: sum(entry[key] for entry in self.history) for key in summed_keys}
         room, bins = stats["total_bin_capacity"], stats["num_bins"]
         stats["average_utilization"] = stats["total_sequence_length"] / room if room else 0.0

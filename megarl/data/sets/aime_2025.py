@@ -2,4 +2,6 @@
 
 from megarl.data.rows import NamedSet
 
-SET = NamedSet("opencompass/AIME2025", "question", "answer", split="test", subsets=("AIME2025-I", "AIME2025-II"))
+SET = NamedSet(
+    "opencompass/AIME2025", "question", "answer", split="test", subsets=("AIME2025-I", "AIME2025-II")
+)

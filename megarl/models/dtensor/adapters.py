@@ -1,7 +1,9 @@
-"""Low-rank adapters beside linear layers of transformers' models, which DTensor and FSDP2 divide as they do the layers.
+"""Low-rank adapters beside linear layers of transformers' models, which DTensor and FSDP2 divide as they do
+the layers.
 
-The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the factor that faces the layer's cut
-side is cut with it and the other one is whole (``styles``); ``fully_shard`` then cuts both over the other ranks.
+The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the
+factor that faces the layer's cut side is cut with it and the other one is whole (``styles``); ``fully_shard``
+then cuts both over the other ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import block_of, gather, gather_parts, write_block
-from megarl.models.engine.adapters import AdapterSettings, AdapterSwitch, FirstFactors, drop, factor_name, merged
+from megarl.models.engine.adapters import (
+    AdapterSettings,
+    AdapterSwitch,
+    FirstFactors,
+    drop,
+    factor_name,
+    merged,
+)
 
 FACTORS = ("lora_A", "lora_B")
 
@@ -70,14 +79,23 @@ class Adapters:
         seed: of the matrices A.
 
     Raises:
-        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another one.
+        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another
+            one.
     """
 
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         output = model.get_output_embeddings()
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
-        matrices = {name.removesuffix(".weight") for name, parameter in model.named_parameters() if parameter.ndim == 2}
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not output
+        }
+        matrices = {
+            name.removesuffix(".weight")
+            for name, parameter in model.named_parameters()
+            if parameter.ndim == 2
+        }
         others = sorted(matrices - set(linears))
         self.adapted = settings.chosen(linears, others)
         self._matrices = [*linears, *others]
@@ -88,7 +106,9 @@ class Adapters:
 
     def _put_beside(self, linear: nn.Linear) -> None:
         for factor, shape in zip(
-            FACTORS, ((self.settings.rank, linear.in_features), (linear.out_features, self.settings.rank)), strict=True
+            FACTORS,
+            ((self.settings.rank, linear.in_features), (linear.out_features, self.settings.rank)),
+            strict=True,
         ):
             linear.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
         # the class and not a wrapper: the layer keeps its name, and so do its weights
@@ -108,12 +128,21 @@ class Adapters:
         """Return whether a parameter is a factor of an adapter."""
         return name.rpartition(".")[2] in FACTORS
 
-    def exported(self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int) -> Mapping[str, torch.Tensor]:
-        """Return this rank's pieces of the weights as refits and exports send them: a layer's with the adapter in it, made when it is
-        asked for. A collective: the factors, which are small, are gathered first."""
-        return _Exported(divided, self.parts(divided, device, bucket_bytes) if self.switch.is_on else {}, self.settings.scaling)
+    def exported(
+        self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
+    ) -> Mapping[str, torch.Tensor]:
+        """Return this rank's pieces of the weights as refits and exports send them: a layer's with the
+        adapter in it, made when it is asked for. A collective: the factors, which are small, are gathered
+        first."""
+        return _Exported(
+            divided,
+            self.parts(divided, device, bucket_bytes) if self.switch.is_on else {},
+            self.settings.scaling,
+        )
 
-    def parts(self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int) -> dict[str, torch.Tensor]:
+    def parts(
+        self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
+    ) -> dict[str, torch.Tensor]:
         """Return the factors as this tensor-parallel rank has them, by name. A collective."""
         factors = {name: parameter for name, parameter in divided.items() if self.is_factor(name)}
         return dict(gather_parts(factors, torch.float32, device, bucket_bytes))
@@ -133,7 +162,9 @@ class Adapters:
         """Return PEFT's config of the adapters."""
         return self.settings.as_peft(self.adapted, self._matrices)
 
-    def gathered(self, divided: Mapping[str, DTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered(
+        self, divided: Mapping[str, DTensor], device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT's names and whole factors. A collective over the world."""
         for module in self.adapted:
             for factor in FACTORS:
@@ -143,7 +174,9 @@ class Adapters:
 class _Exported(Mapping[str, torch.Tensor]):
     """This rank's pieces by name, some of them with adapters in them."""
 
-    def __init__(self, divided: Mapping[str, DTensor], factors: Mapping[str, torch.Tensor], scaling: float) -> None:
+    def __init__(
+        self, divided: Mapping[str, DTensor], factors: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
         self._divided, self._factors, self._scaling = divided, factors, scaling
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -163,7 +196,9 @@ class _Exported(Mapping[str, torch.Tensor]):
         return len(self._divided)
 
 
-def _factors_of(name: str, factors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _factors_of(
+    name: str, factors: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     module = name.removesuffix(".weight")
     down, up = (factors.get(f"{module}.{factor}") for factor in FACTORS)
     return down, up

@@ -1,4 +1,5 @@
-"""The DTensor backend: the engine's ``Backend`` protocol on transformers models, divided by DTensor and FSDP2."""
+"""The DTensor backend: the engine's ``Backend`` protocol on transformers models, divided by DTensor and
+FSDP2."""
 
 from __future__ import annotations
 
@@ -90,9 +91,11 @@ class DTensorBackend(HuggingFaceBackend):
             self.loss_scale = LossScale.for_float16()
 
     def _refuse_optimizer(self) -> None:
-        """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective over all ranks.
+        """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective
+        over all ranks.
 
-        Not every operation of every optimizer knows DTensors, and some know them only where all lie on one mesh.
+        Not every operation of every optimizer knows DTensors, and some know them only where all lie on one
+        mesh.
         """
         smallest: dict[Any, DTensor] = {}
         for parameter in self._divided().values():
@@ -101,7 +104,9 @@ class DTensorBackend(HuggingFaceBackend):
                 smallest[way] = parameter
         # Stand-ins, because a step on the model's own parameters would change them.
         stand_ins = [nn.Parameter(torch.ones_like(parameter.detach())) for parameter in smallest.values()]
-        optimizer = build_optimizer(self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins)))
+        optimizer = build_optimizer(
+            self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins))
+        )
         for stand_in in stand_ins:
             stand_in.grad = torch.ones_like(stand_in.detach())
         try:
@@ -109,15 +114,24 @@ class DTensorBackend(HuggingFaceBackend):
                 optimizer.step()
         except Exception as error:
             # an operation that does not know DTensors may say so by any class of error
-            reason = f"its step fails on parameters that DTensor divides ({type(error).__name__}: {str(error).splitlines()[0]})"
+            reason = (
+                f"its step fails on parameters that DTensor divides ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]})"
+            )
             fix = "leave out fused and foreach, or write name: torch.optim.AdamW"
-            raise ConfigError([Violation(OPTIMIZER, dict(at(self.policy, OPTIMIZER.removeprefix("policy."))), reason, fix)]) from error
+            raise ConfigError(
+                [Violation(OPTIMIZER, dict(at(self.policy, OPTIMIZER.removeprefix("policy."))), reason, fix)]
+            ) from error
 
     def _divided_model(self, source: HuggingFaceSource) -> Any:
         """The model with this rank's pieces of the weights."""
         model = self._undivided()
         # Tied embeddings are one parameter, which a set holds once.
-        padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+        padded = {
+            module.weight
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())
+            if module is not None
+        }
         shapes = {
             name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
             for name, parameter in model.named_parameters()
@@ -136,15 +150,22 @@ class DTensorBackend(HuggingFaceBackend):
         if self.groups.tensor_size == 1:
             answer_requests(model.get_output_embeddings())
         else:
-            plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings["custom_parallel_plan"])
+            plan = choose_plan(
+                model,
+                sequence_parallel=self._sequence_parallel,
+                custom=self._settings["custom_parallel_plan"],
+            )
             divide_over_tensor_ranks(model, self._meshes.tensor, plan)
-        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
+        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of
+        # them
         self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings["activation_checkpointing"]:
             # Before FSDP2 wraps the layers: checkpointing has to be inside of what gathers parameters.
             recompute_layers(model)
-        shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
+        shard_fully(
+            model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda
+        )
         # After it was divided, so that no rank ever has memory for the whole model.
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
         # Kept, because FSDP2 puts gathered tensors in their place during a pass.
@@ -160,41 +181,64 @@ class DTensorBackend(HuggingFaceBackend):
 
     def _undivided(self) -> Any:
         rows, has_score = self._vocabulary_rows, scores(self.policy)
-        return build_on_meta(self.hf_config, vocabulary=rows, scores=has_score, trust_remote_code=self._trusts)
+        return build_on_meta(
+            self.hf_config, vocabulary=rows, scores=has_score, trust_remote_code=self._trusts
+        )
 
     def _divided(self) -> dict[str, DTensor]:
-        """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""
-        return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
+        """The parameters as what they are now, each once. The model itself may show gathered ones in their
+        place."""
+        return {
+            name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)
+        }
 
     def _own(self) -> dict[str, DTensor]:
         """Parameters of the model itself, without adapters."""
         adapters, divided = self.adapters, self._divided()
-        return divided if adapters is None else {name: each for name, each in divided.items() if not adapters.is_factor(name)}
+        return (
+            divided
+            if adapters is None
+            else {name: each for name, each in divided.items() if not adapters.is_factor(name)}
+        )
 
     def _saved(self) -> dict[str, DTensor]:
         """Parameters that checkpoints hold: of a model with adapters these alone."""
-        return self._divided() if self.adapters is None else {name: each for name, each in self._divided().items() if each.requires_grad}
+        return (
+            self._divided()
+            if self.adapters is None
+            else {name: each for name, each in self._divided().items() if each.requires_grad}
+        )
 
-    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+    def forward_backward(
+        self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
+    ) -> list[HeadOutput]:
         if self._stays_whole:
             with whole_parameters(self.model):
                 return forward_backward(self.model, inputs, head, backward=backward)
         try:
             with reduced_once(self.model if self._reduces_once else None) as before_last:
                 scale = self.loss_scale.factor
-                return forward_backward(self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last)
+                return forward_backward(
+                    self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last
+                )
         except BaseException:
             # torch below 2.13 has no way back from a pass that was broken off
             getattr(self.model, "reset_iter_state", lambda: None)()
             raise
         finally:
-            # a pass without backward leaves the outermost parameters gathered, and the next one would not see what was written meanwhile
+            # a pass without backward leaves the outermost parameters gathered, and the next one would not see
+            # what was written meanwhile
             reshard(self.model)
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """Leave out copies: of a parameter that all tensor-parallel ranks have in full, the first rank's counts."""
+        """Leave out copies: of a parameter that all tensor-parallel ranks have in full, the first rank's
+        counts."""
         first, divided = self.groups.tensor_rank == 0, self._divided()
-        return [self._parameters[name] for name, each in divided.items() if first or block_of(each).tensor_dimension is not None]
+        return [
+            self._parameters[name]
+            for name, each in divided.items()
+            if first or block_of(each).tensor_dimension is not None
+        ]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Views of this rank's pieces; writing into them writes into the model."""
@@ -207,14 +251,20 @@ class DTensorBackend(HuggingFaceBackend):
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         divided = self._divided()
-        pieces: Mapping[str, torch.Tensor] = {name: each.to_local().detach() for name, each in divided.items()}
+        pieces: Mapping[str, torch.Tensor] = {
+            name: each.to_local().detach() for name, each in divided.items()
+        }
         if self.adapters is not None:
             pieces = self.adapters.exported(divided, self.runtime.device, self._bucket_bytes)
         return self._weights.of(divided, pieces)
 
     def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
         adapters = self.adapters
-        return None if adapters is None else (adapters.as_peft(), adapters.gathered(self._divided(), self.runtime.device))
+        return (
+            None
+            if adapters is None
+            else (adapters.as_peft(), adapters.gathered(self._divided(), self.runtime.device))
+        )
 
     def _as_peft(self) -> dict[str, Any] | None:
         return None if self.adapters is None else self.adapters.as_peft()
@@ -230,7 +280,11 @@ class DTensorBackend(HuggingFaceBackend):
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[Any]:
         """Single positions cannot be divided: it has no sequence parallelism."""
-        if self._stays_whole and not self._sequence_parallel and not self._settings["activation_checkpointing"]:
+        if (
+            self._stays_whole
+            and not self._sequence_parallel
+            and not self._settings["activation_checkpointing"]
+        ):
             with whole_parameters(self.model):
                 yield self.model
         else:
@@ -239,8 +293,8 @@ class DTensorBackend(HuggingFaceBackend):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[Any]:
-        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone, with the present weights. Afterwards it keeps
-        its modules, which take a while to make, and no memory."""
+        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone, with the present
+        weights. Afterwards it keeps its modules, which take a while to make, and no memory."""
         if self._generating is None:
             self._generating = self._to_generate()
         model = self._generating
@@ -248,7 +302,11 @@ class DTensorBackend(HuggingFaceBackend):
         try:
             parameters = dict(model.named_parameters())
             divided = self._divided()
-            factors = {} if self.adapters is None else self.adapters.parts(divided, self.runtime.device, self._bucket_bytes)
+            factors = (
+                {}
+                if self.adapters is None
+                else self.adapters.parts(divided, self.runtime.device, self._bucket_bytes)
+            )
             divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
@@ -260,12 +318,14 @@ class DTensorBackend(HuggingFaceBackend):
             take_memory(model)
 
     def _to_generate(self) -> Any:
-        """That model on the meta device. Its buffers are those of training, whatever the precision of its parameters: rounded to it, the
-        frequencies of a rotary embedding would be others."""
+        """That model on the meta device. Its buffers are those of training, whatever the precision of its
+        parameters: rounded to it, the frequencies of a rotary embedding would be others."""
         model = self._undivided()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)
         if self.groups.tensor_size > 1:
             custom = None if self._sequence_parallel else self._settings["custom_parallel_plan"]
-            divide_over_tensor_ranks(model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom))
+            divide_over_tensor_ranks(
+                model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom)
+            )
         return model

@@ -1,8 +1,8 @@
 """The device mesh: data, context and tensor parallel ranks, and the process groups that the engine needs.
 
-For callers that bring their own loop, ``context_parallel`` cuts buffers to this rank's part for as long as a block runs. It is what
-``torch.distributed.tensor.experimental.context_parallel`` offers, on the engine's attention, which works on any device and under any
-tensor parallelism.
+For callers that bring their own loop, ``context_parallel`` cuts buffers to this rank's part for as long as a
+block runs. It is what ``torch.distributed.tensor.experimental.context_parallel`` offers, on the engine's
+attention, which works on any device and under any tensor parallelism.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Meshes:
     """Parts of the device mesh.
 
     Attributes:
-        sharding: the data and context parallel ranks as one dimension, over which ``fully_shard`` divides parameters and sums gradients.
+        sharding: the data and context parallel ranks as one dimension, over which ``fully_shard`` divides
+            parameters and sums gradients.
         context, tensor: the context-parallel and the tensor-parallel ranks.
         groups: their process groups; the pipeline is a group of one.
     """
@@ -53,9 +54,14 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
     """
     world, copy = dist.get_world_size(), context * tensor
     if world % copy:
-        raise ConfigError(f"{world} ranks: not a multiple of context {context} x tensor {tensor} = {copy}; give a multiple of {copy} ranks")
+        raise ConfigError(
+            f"{world} ranks: not a multiple of context {context} x tensor {tensor} = {copy}; give a "
+            f"multiple of {copy} ranks"
+        )
     _forget_earlier_meshes()
-    root = init_device_mesh(device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    root = init_device_mesh(
+        device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp")
+    )
     groups = ParallelGroups(
         tensor=root["tp"].get_group(),
         context=root["cp"].get_group(),
@@ -68,8 +74,8 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
 
 
 def _forget_earlier_meshes() -> None:
-    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal mesh may have process groups
-    that were destroyed."""
+    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal mesh may have process
+    groups that were destroyed."""
     clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
@@ -87,7 +93,8 @@ def context_parallel(
     no_restore: Collection[torch.Tensor] = (),
     rotate_method: str | None = None,
 ) -> Iterator[None]:
-    """Inside, every buffer holds this rank's part of it and the model's attention sees whole sequences all the same.
+    """Inside, every buffer holds this rank's part of it and the model's attention sees whole sequences all
+    the same.
 
     Args:
         mesh: the context-parallel ranks.
@@ -100,15 +107,22 @@ def context_parallel(
         BatchError: not one dimension for each buffer, or a length that cannot be divided.
     """
     if len(buffers) != len(dimensions):
-        raise BatchError(f"{len(buffers)} buffers and {len(dimensions)} sequence dimensions: give one for each")
+        raise BatchError(
+            f"{len(buffers)} buffers and {len(dimensions)} sequence dimensions: give one for each"
+        )
     size = mesh.size()
     for buffer, dimension in zip(buffers, dimensions, strict=True):
         if buffer.shape[dimension] % (2 * size):
             raise BatchError(
-                f"a buffer of shape {list(buffer.shape)}: dimension {dimension} must be a multiple of {2 * size} for {size} "
+                f"a buffer of shape {list(buffer.shape)}: dimension {dimension} must be a multiple of "
+                f"{2 * size} for {size} "
                 "context-parallel ranks; pad it"
             )
-    share = ContextShare(mesh.get_local_rank(), size, mesh.get_group(), rotate_method == "alltoall") if size > 1 else ContextShare()
+    share = (
+        ContextShare(mesh.get_local_rank(), size, mesh.get_group(), rotate_method == "alltoall")
+        if size > 1
+        else ContextShare()
+    )
     kept = {id(buffer) for buffer in no_restore}
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):

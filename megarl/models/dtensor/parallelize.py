@@ -1,5 +1,6 @@
-"""Divides a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over data and context parallel
-ranks, gives it memory for what this rank keeps, and says what a pass does about ``fully_shard``."""
+"""Divides a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over
+data and context parallel ranks, gives it memory for what this rank keeps, and says what a pass does about
+``fully_shard``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -33,7 +40,8 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
         count = getattr(text, name, ranks)
         if count % ranks:
             raise ConfigError(
-                f"policy.dtensor_cfg.tensor_parallel_size = {ranks}: does not divide the model's {name} = {count}; write a divisor"
+                f"policy.dtensor_cfg.tensor_parallel_size = {ranks}: does not divide the model's {name} = "
+                f"{count}; write a divisor"
             )
     tied = is_tied(model)
     # None: nothing is broadcast, because the model has no values yet.
@@ -45,8 +53,8 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
 def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool, pin: bool) -> None:
     """FSDP2 over ``mesh``, a layer at a time. Gradients come out as plain float32 sums over its ranks.
 
-    Logits keep the dtype of the computation: heads compute in float32 chunk by chunk, so that a cast would only double the largest tensor
-    there is.
+    Logits keep the dtype of the computation: heads compute in float32 chunk by chunk, so that a cast would
+    only double the largest tensor there is.
 
     Args:
         model: with its parameters, perhaps divided over tensor-parallel ranks, on the meta device.
@@ -67,7 +75,8 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
         # A tied embedding stays with the output layer, in the group of the whole model: one parameter has one
         # group.
         fully_shard(model.get_input_embeddings(), **options)
-    # what is left (the last norm, the output layer, a tied embedding) is needed again as soon as the backward pass starts
+    # what is left (the last norm, the output layer, a tied embedding) is needed again as soon as the backward
+    # pass starts
     fully_shard(model, reshard_after_forward=False, **options)
     for module in sharded_modules(model):
         # FSDP2 averages by default; losses here are divided by counts of the whole global batch already.
@@ -81,14 +90,16 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them anew, with whatever was written to them meanwhile."""
+    """Free gathered parameters, so that the next pass gathers them anew, with whatever was written to them
+    meanwhile."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Inside, gradients add up as whole ones until what this gives is called, before the last micro-batch, whose pass reduces them all.
+    """Inside, gradients add up as whole ones until what this gives is called, before the last micro-batch,
+    whose pass reduces them all.
 
     Args:
         model: with sharded modules; None where each micro-batch's gradients are reduced.
@@ -108,14 +119,16 @@ def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` computes on this rank's whole parameters; afterwards the gradients that it found are at the divided ones.
+    """Inside, ``model`` computes on this rank's whole parameters; afterwards the gradients that it found are
+    at the divided ones.
 
-    ``fully_shard`` divides parameters over one rank as over many, and its hooks copy every parameter before every use. Where kept
-    parameters and the computation have one dtype, modules can have plain parameters in the memory of the divided ones instead, while the
-    hooks rest.
+    ``fully_shard`` divides parameters over one rank as over many, and its hooks copy every parameter before
+    every use. Where kept parameters and the computation have one dtype, modules can have plain parameters in
+    the memory of the divided ones instead, while the hooks rest.
 
     Args:
-        model: its parameters are divided over one rank by ``fully_shard``, perhaps after a plan of which ``computes_locally``.
+        model: its parameters are divided over one rank by ``fully_shard``, perhaps after a plan of which
+            ``computes_locally``.
     """
     places: list[tuple[nn.Module, str, Any]] = [
         (module, name, parameter)
@@ -124,7 +137,8 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         if isinstance(parameter, DTensor)
     ]
     whole: dict[DTensor, nn.Parameter] = {
-        parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad) for _, _, parameter in places
+        parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad)
+        for _, _, parameter in places
     }
     partial = {parameter for module, name, parameter in places if finds_part(module, name)}
     with _hooks_at_rest(model):
@@ -160,7 +174,9 @@ def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) 
         _memory_of(parameter.grad).add_(gradient)
         return
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    parameter.grad = DTensor.from_local(gradient, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    parameter.grad = DTensor.from_local(
+        gradient, mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 @contextlib.contextmanager
@@ -170,9 +186,16 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
     for module in sharded_modules(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
             kept.append((hooks, list(hooks.items())))
-            own = [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is module._get_fsdp_state()]
+            own = [
+                number
+                for number, hook in hooks.items()
+                if getattr(hook, "__self__", None) is module._get_fsdp_state()
+            ]
             # with a hook of theirs left in place, gradients would go to parameters that nobody looks at
-            assert len(own) == 1, f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one before and one behind it"
+            assert len(own) == 1, (
+                f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one before and "
+                "one behind it"
+            )
             del hooks[own[0]]
     try:
         yield
@@ -184,7 +207,8 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def give_memory(model: Any, device: torch.device) -> None:
-    """Replace parameters on the meta device by uninitialised memory for this rank's shards; buffers keep their values, on ``device``."""
+    """Replace parameters on the meta device by uninitialised memory for this rank's shards; buffers keep
+    their values, on ``device``."""
     _without_values(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -198,7 +222,9 @@ def take_memory(model: Any) -> None:
 
 def _without_values(model: Any, device: torch.device) -> None:
     tied = is_tied(model)
-    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    buffers = [
+        (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+    ]
     model.to_empty(device=device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer

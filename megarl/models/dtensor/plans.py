@@ -1,9 +1,10 @@
-"""Tensor-parallel plans: which style each module of a model gets, by a plan of ours, the model's own, or one of the user's.
+"""Tensor-parallel plans: which style each module of a model gets, by a plan of ours, the model's own, or one
+of the user's.
 
-Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and output layer are divided by
-vocabulary, so that no rank ever holds logits of the whole vocabulary; a score layer, which is small, is whole on every rank. Styles that
-go by a name compute on local tensors (``styles``), but for ``sequence_parallel``, which is torch's; a plan of the user's may have any
-``ParallelStyle`` of torch.
+Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and
+output layer are divided by vocabulary, so that no rank ever holds logits of the whole vocabulary; a score
+layer, which is small, is whole on every rank. Styles that go by a name compute on local tensors (``styles``),
+but for ``sequence_parallel``, which is torch's; a plan of the user's may have any ``ParallelStyle`` of torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
-from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, OutputLayer, RowLinear, ScoreLayer, VocabularyEmbedding, WholeInput
+from megarl.models.dtensor.styles import (
+    ColumnLinear,
+    NormOfParts,
+    OutputLayer,
+    RowLinear,
+    ScoreLayer,
+    VocabularyEmbedding,
+    WholeInput,
+)
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColumnLinear,
@@ -51,7 +66,8 @@ Plan: TypeAlias = dict[str, ParallelStyle]
 
 _LAYER = "model.layers.*"
 _FORMS = (
-    "a dictionary from module names to styles, the import path of such a dictionary, or the import path of a function without arguments "
+    "a dictionary from module names to styles, the import path of such a dictionary, or the import path of "
+    "a function without arguments "
     "that returns one"
 )
 
@@ -65,14 +81,18 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         custom: see ``custom_plan``.
 
     Raises:
-        ConfigError: there is no plan, none with sequence parallelism, or a custom one that names what is not there, or no parameter.
+        ConfigError: there is no plan, none with sequence parallelism, or a custom one that names what is not
+            there, or no parameter.
     """
     name = model.config.get_text_config().model_type
     if custom is not None:
         plan = _of_scores(custom_plan(custom), model)
         strangers = [key for key in plan if not _modules_of(key, model)]
         if strangers:
-            raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
+            raise ConfigError(
+                f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module "
+                f"{', '.join(strangers)}"
+            )
         if not any(True for key in plan for module in _modules_of(key, model) for _ in module.parameters()):
             raise ConfigError(
                 f"policy.dtensor_cfg.custom_parallel_plan = {custom!r}: it names no module with a parameter; "
@@ -92,7 +112,8 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
 
 
 def _of_scores(plan: Plan, model: Any) -> Plan:
-    """``plan`` where a model has a score layer in the place of its output layer: critics and reward models have the plan of the policy."""
+    """``plan`` where a model has a score layer in the place of its output layer: critics and reward models
+    have the plan of the policy."""
     if model.get_output_embeddings() is not None or "lm_head" not in plan:
         return plan
     return {"score" if name == "lm_head" else name: style for name, style in plan.items()}
@@ -101,9 +122,9 @@ def _of_scores(plan: Plan, model: Any) -> Plan:
 def decoder_plan(*, sequence_parallel: bool) -> Plan:
     """The plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
 
-    Each attention and MLP takes whole sequences and gives sums of which every rank has a part. Between them activations are whole on every
-    rank or, with sequence parallelism, divided over the sequence; the input is brought together once for all projections that read it, so
-    that its gradient is reduced once.
+    Each attention and MLP takes whole sequences and gives sums of which every rank has a part. Between them
+    activations are whole on every rank or, with sequence parallelism, divided over the sequence; the input is
+    brought together once for all projections that read it, so that its gradient is reduced once.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Plan = {
@@ -133,21 +154,23 @@ def model_plan(model: Any) -> Plan:
     named = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     if not named:
         raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size: transformers has no tensor-parallel plan for {type(model).__name__}; "
+            "policy.dtensor_cfg.tensor_parallel_size: transformers has no tensor-parallel plan for "
+            f"{type(model).__name__}; "
             "set it to 1, or give custom_parallel_plan"
         )
     try:
         return {name: translate_parallel_style(style) for name, style in named.items()}
     except ValueError as error:
         raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size: the plan of {type(model).__name__} in transformers has an {error}; "
+            f"policy.dtensor_cfg.tensor_parallel_size: the plan of {type(model).__name__} in transformers "
+            f"has an {error}; "
             "set it to 1, or give custom_parallel_plan"
         ) from error
 
 
 def custom_plan(given: object) -> Plan:
-    """A plan of the user's: a dictionary, the import path of one, or of a function without arguments that returns one. Styles are torch's
-    objects or the names of ``translate_parallel_style``.
+    """A plan of the user's: a dictionary, the import path of one, or of a function without arguments that
+    returns one. Styles are torch's objects or the names of ``translate_parallel_style``.
 
     Raises:
         ConfigError: anything else.
@@ -156,12 +179,16 @@ def custom_plan(given: object) -> Plan:
     if callable(found) and not isinstance(found, Mapping):
         found = found()
     if not isinstance(found, Mapping):
-        raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan = {given!r}: it gives a {type(found).__name__}; expected {_FORMS}")
+        raise ConfigError(
+            f"policy.dtensor_cfg.custom_parallel_plan = {given!r}: it gives a {type(found).__name__}; "
+            f"expected {_FORMS}"
+        )
     plan: Plan = {}
     for name, style in found.items():
         if not isinstance(style, ParallelStyle | str):
             raise ConfigError(
-                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} has a {type(style).__name__}; expected a ParallelStyle or its name"
+                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} has a {type(style).__name__}; expected "
+                "a ParallelStyle or its name"
             )
         plan[str(name)] = translate_parallel_style(style) if isinstance(style, str) else style
     return plan
@@ -172,26 +199,41 @@ def _imported(path: str) -> object:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan = {path!r}: cannot be imported ({error}); expected {_FORMS}") from error
+        raise ConfigError(
+            f"policy.dtensor_cfg.custom_parallel_plan = {path!r}: cannot be imported ({error}); expected "
+            f"{_FORMS}"
+        ) from error
 
 
 def _check_shared_inputs(plan: Plan) -> None:
-    """Refuse layers that add up their input's gradient inside a module that does so for all of them: it would be added up twice."""
+    """Refuse layers that add up their input's gradient inside a module that does so for all of them: it would
+    be added up twice."""
     for name, style in plan.items():
-        owner = next((key for key, other in plan.items() if isinstance(other, WholeInput) and _is_below(name, key)), None)
+        owner = next(
+            (key for key, other in plan.items() if isinstance(other, WholeInput) and _is_below(name, key)),
+            None,
+        )
         shares = isinstance(style, ColumnLinear) and style.shared_input
-        disagrees = shares if owner is None else isinstance(style, ColwiseParallel | PrepareModuleInput) and not shares
+        disagrees = (
+            shares
+            if owner is None
+            else isinstance(style, ColwiseParallel | PrepareModuleInput) and not shares
+        )
         if disagrees:
             raise ConfigError(
-                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} and the modules around it do not agree on who adds up the gradient of "
-                "its input; write ColumnLinear(shared_input=True) inside a module with WholeInput, and there alone"
+                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} and the modules around it do not agree "
+                "on who adds up the gradient of "
+                "its input; write ColumnLinear(shared_input=True) inside a module with WholeInput, and "
+                "there alone"
             )
 
 
 def _is_below(name: str, key: str) -> bool:
     """Whether modules of the plan's entry ``name`` lie within modules of its entry ``key``."""
     inner, outer = name.split("."), key.split(".")
-    return len(inner) > len(outer) and all("*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False))
+    return len(inner) > len(outer) and all(
+        "*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False)
+    )
 
 
 def _modules_of(key: str, model: Any) -> list[Any]:
@@ -201,10 +243,13 @@ def _modules_of(key: str, model: Any) -> list[Any]:
 
 
 def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
-    """``plan`` with embedding and output layer divided by vocabulary, and a score layer whole on every rank; how it lays out the
-    activations next to them stays."""
+    """``plan`` with embedding and output layer divided by vocabulary, and a score layer whole on every rank;
+    how it lays out the activations next to them stays."""
     output = model.get_output_embeddings()
-    embedding, head = _name_of(model, model.get_input_embeddings()), "score" if output is None else _name_of(model, output)
+    embedding, head = (
+        _name_of(model, model.get_input_embeddings()),
+        "score" if output is None else _name_of(model, output),
+    )
     first, last = plan.get(embedding), plan.get(head)
     after = first.output_layouts if isinstance(first, VocabularyEmbedding | RowwiseParallel) else Replicate()
     before = last.input_layouts if isinstance(last, ColwiseParallel) else Replicate()

@@ -1,7 +1,9 @@
-"""Borders between what tensor-parallel ranks compute alike and what each computes a part of, each with its one collective.
+"""Borders between what tensor-parallel ranks compute alike and what each computes a part of, each with its
+one collective.
 
-A border changes how an activation lies over the ranks: ``Replicate()`` (every rank has all of it), ``Shard(dimension)`` (equal runs along
-one dimension, in the order of the ranks), or parts that have yet to be added up. Its backward pass changes the gradient the other way.
+A border changes how an activation lies over the ranks: ``Replicate()`` (every rank has all of it),
+``Shard(dimension)`` (equal runs along one dimension, in the order of the ranks), or parts that have yet to be
+added up. Its backward pass changes the gradient the other way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _Change = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
 def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """All of an activation on every rank, for something of which each rank computes a part: gradients of all ranks add up.
+    """All of an activation on every rank, for something of which each rank computes a part: gradients of all
+    ranks add up.
 
     Args:
         activation: lies as ``layout``.
@@ -30,7 +33,8 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
 
 
 def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of ``parts``, which nobody else may use any more, lying as ``layout``: ``Replicate()`` or ``Shard(dimension)``."""
+    """The sum over ranks of ``parts``, which nobody else may use any more, lying as ``layout``:
+    ``Replicate()`` or ``Shard(dimension)``."""
     if isinstance(layout, Shard):
         return _applied(_AlongDimension, parts, _scatter_sum, _gather, layout.dim, group)
     return _applied(_Sum, parts, group)
@@ -42,7 +46,8 @@ def own_run(activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) 
 
 
 def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All of an activation from the runs of all ranks along ``dimension``, for what every rank computes alike."""
+    """All of an activation from the runs of all ranks along ``dimension``, for what every rank computes
+    alike."""
     return _applied(_AlongDimension, run, _gather, _run_of, dimension, group)
 
 
@@ -81,7 +86,12 @@ class _AlongDimension(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, activation: torch.Tensor, change: _Change, adjoint: _Change, dimension: int, group: dist.ProcessGroup
+        ctx: Any,
+        activation: torch.Tensor,
+        change: _Change,
+        adjoint: _Change,
+        dimension: int,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.adjoint, ctx.dimension, ctx.group = adjoint, dimension, group
         return change(activation, dimension, group)
@@ -122,6 +132,7 @@ def _run_of(whole: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> to
 def _require_runs(whole: torch.Tensor, dimension: int, ranks: int) -> None:
     if whole.shape[dimension] % ranks:
         raise ValueError(
-            f"an activation of shape {list(whole.shape)} has no {ranks} equal runs along dimension {dimension}: "
+            f"an activation of shape {list(whole.shape)} has no {ranks} equal runs along dimension "
+            f"{dimension}: "
             f"pad it to a multiple of {ranks}"
         )

@@ -1,10 +1,13 @@
-"""Shards of a divided model: where this rank's piece of a parameter lies in the full tensor, and how checkpoints hold the pieces.
+"""Shards of a divided model: where this rank's piece of a parameter lies in the full tensor, and how
+checkpoints hold the pieces.
 
-A parameter is cut twice: over tensor-parallel ranks in equal parts along one dimension (or not at all), and each part over the data and
-context parallel ranks in runs of rows, as ``torch.chunk`` cuts: the last runs may be shorter or empty. Both cuts together give a block.
+A parameter is cut twice: over tensor-parallel ranks in equal parts along one dimension (or not at all), and
+each part over the data and context parallel ranks in runs of rows, as ``torch.chunk`` cuts: the last runs may
+be shorter or empty. Both cuts together give a block.
 
-In a checkpoint every tensor, of the optimizer state too, has its true shape (without vocabulary padding) and is cut over all ranks in runs
-of rows, so that any layout, and the other torch backend, can read it. One tensor at a time is brought together and cut anew.
+In a checkpoint every tensor, of the optimizer state too, has its true shape (without vocabulary padding) and
+is cut over all ranks in runs of rows, so that any layout, and the other torch backend, can read it. One
+tensor at a time is brought together and cut anew.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from torch.distributed.tensor import DTensor, Shard
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.models.engine.backend import Place
 from megarl.models.engine.gather_stream import in_buckets
-from megarl.models.huggingface.checkpoint import OptimizerState, install_optimizer_state, named_optimizer_state
+from megarl.models.huggingface.checkpoint import (
+    OptimizerState,
+    install_optimizer_state,
+    named_optimizer_state,
+)
 from megarl.models.huggingface.mover import move_model
 
 
@@ -84,15 +91,26 @@ def block_of(parameter: DTensor) -> Block:
     if mesh.ndim == 2:
         tensor_rank, tensor_size = mesh.get_local_rank(1), mesh.size(1)
         tensor_dimension = placements[1].dim if placements[1].is_shard() else None  # type: ignore[attr-defined]
-    block = Block(tuple(parameter.shape), tensor_dimension, tensor_rank, tensor_size, mesh.get_local_rank(0), mesh.size(0))
+    block = Block(
+        tuple(parameter.shape),
+        tensor_dimension,
+        tensor_rank,
+        tensor_size,
+        mesh.get_local_rank(0),
+        mesh.size(0),
+    )
     if tensor_dimension is not None and block.shape[tensor_dimension] % tensor_size:
-        raise ValueError(f"a parameter of shape {list(block.shape)} cannot be cut into {tensor_size} equal parts along {tensor_dimension}")
+        raise ValueError(
+            f"a parameter of shape {list(block.shape)} cannot be cut into {tensor_size} equal parts along "
+            f"{tensor_dimension}"
+        )
     return block
 
 
 @torch.no_grad()
 def read_block(parameter: DTensor, source: HuggingFaceSource, name: str) -> None:
-    """Fill this rank's piece from a checkpoint, reading nothing but that piece; rows that only pad the vocabulary become zero."""
+    """Fill this rank's piece from a checkpoint, reading nothing but that piece; rows that only pad the
+    vocabulary become zero."""
     block, true_rows = block_of(parameter), source.shape(name)[0]
     rows, *others = block.slices
     wanted = slice(min(rows.start, true_rows), min(rows.stop, true_rows))
@@ -115,8 +133,9 @@ def _fill(parameter: DTensor, values: torch.Tensor) -> None:
 def gather_parts(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This tensor-parallel rank's parts of parameters of one mesh by name, from the runs of all data and context parallel ranks, on
-    ``device``: bit for bit, or rounded to ``dtype``. Neighbours travel together, about ``bucket_bytes`` of all ranks at a time."""
+    """This tensor-parallel rank's parts of parameters of one mesh by name, from the runs of all data and
+    context parallel ranks, on ``device``: bit for bit, or rounded to ``dtype``. Neighbours travel together,
+    about ``bucket_bytes`` of all ranks at a time."""
     blocks = {name: block_of(parameter) for name, parameter in parameters.items()}
     spaces = {name: block.run * math.prod(block.part[1:]) for name, block in blocks.items()}
     ranks = next(iter(blocks.values())).sharding_size
@@ -166,10 +185,14 @@ class DividedParameters:
         device: of the model, where collectives work.
     """
 
-    def __init__(self, model: Any, parameters: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, model: Any, parameters: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
+    ) -> None:
         self._model, self._parameters, self._rows, self._device = model, parameters, rows, device
         # no process groups: nothing is ever sent over this mesh
-        self._mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("world",), _init_backend=False)
+        self._mesh = DeviceMesh(
+            "cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("world",), _init_backend=False
+        )
 
     def move(self, place: Place) -> None:
         """See ``ParameterStore``."""
@@ -207,7 +230,14 @@ class DividedParameters:
     def _share_of(self, whole: torch.Tensor) -> DTensor:
         first, last = self._range(whole.shape[0])
         local = whole[first:last].to("cpu", copy=True)
-        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.contiguous().stride())
+        return DTensor.from_local(
+            local,
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.contiguous().stride(),
+        )
 
     def _whole(self, share: torch.Tensor) -> torch.Tensor:
         assert isinstance(share, DTensor)
@@ -225,7 +255,9 @@ class DividedParameters:
 def _with_tensors(state: OptimizerState, change: Callable[[str, DTensor], torch.Tensor]) -> OptimizerState:
     """Optimizer state with ``change(parameter name, tensor)`` in the place of divided tensors."""
     changed = {
-        name: {key: change(name, value) if isinstance(value, DTensor) else value for key, value in values.items()}
+        name: {
+            key: change(name, value) if isinstance(value, DTensor) else value for key, value in values.items()
+        }
         for name, values in state["state"].items()
     }
     return {**state, "state": changed}

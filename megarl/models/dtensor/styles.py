@@ -1,9 +1,10 @@
 """Tensor-parallel styles that compute on local tensors.
 
-Parameters are DTensors, for ``fully_shard``, checkpoints and refits, and so are their gradients; in between, a module takes its rank's
-part of each and computes as plain torch does, with a border of ``regions`` before or behind it. torch's own styles send every operation
-through DTensor's dispatch, which costs more than the operation where it is small. A plan may mix both: what torch's styles hand over as
-DTensors is taken. Where nothing else divides the parameters, modules may have plain ones in their place (``whole_parameters``).
+Parameters are DTensors, for ``fully_shard``, checkpoints and refits, and so are their gradients; in between,
+a module takes its rank's part of each and computes as plain torch does, with a border of ``regions`` before
+or behind it. torch's own styles send every operation through DTensor's dispatch, which costs more than the
+operation where it is small. A plan may mix both: what torch's styles hand over as DTensors is taken. Where
+nothing else divides the parameters, modules may have plain ones in their place (``whole_parameters``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megarl.models.engine.output_layer import answer_requests
 class VocabularyEmbedding(ParallelStyle):
     """An embedding of which each rank holds a run of rows.
 
-    torch's own row-wise embedding makes a gradient of the whole vocabulary on every rank; here each rank's is as large as its rows.
+    torch's own row-wise embedding makes a gradient of the whole vocabulary on every rank; here each rank's is
+    as large as its rows.
 
     Args:
         output_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism.
@@ -54,11 +56,12 @@ class VocabularyEmbedding(ParallelStyle):
 
 
 class WholeInput(ParallelStyle):
-    """A module, attention or MLP, whose input is brought together once for all ``ColumnLinear(shared_input=True)`` in it, so that the
-    input's gradient is added up once, too.
+    """A module, attention or MLP, whose input is brought together once for all
+    ``ColumnLinear(shared_input=True)`` in it, so that the input's gradient is added up once, too.
 
     Args:
-        layout: of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or ``Shard(dimension)``.
+        layout: of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or
+            ``Shard(dimension)``.
     """
 
     KEYWORD = "hidden_states"
@@ -70,7 +73,9 @@ class WholeInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def bring_together(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def bring_together(
+            _: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if inputs:
                 return (_whole(inputs[0], self.layout, group), *inputs[1:]), keywords
             return inputs, {**keywords, self.KEYWORD: _whole(keywords[self.KEYWORD], self.layout, group)}
@@ -81,7 +86,8 @@ class WholeInput(ParallelStyle):
 
 
 class ColumnLinear(ColwiseParallel):
-    """A linear layer of which each rank has some of the output features; torch's style for anything but plain linear layers.
+    """A linear layer of which each rank has some of the output features; torch's style for anything but plain
+    linear layers.
 
     Args:
         input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer sees all of its input.
@@ -90,7 +96,11 @@ class ColumnLinear(ColwiseParallel):
     """
 
     def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, shared_input: bool = False
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        shared_input: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
         self.shared_input = shared_input
@@ -99,24 +109,32 @@ class ColumnLinear(ColwiseParallel):
         before, after = self.input_layouts[0], self.output_layouts[0]
         if not _is_linear(module) or not (after.is_replicate() or after == Shard(-1)):
             return super()._apply(module, device_mesh)
-        # an adapter's B is cut as the weight is; of A, which every rank has, each finds the part of the gradient that its rows of B ask for
+        # an adapter's B is cut as the weight is; of A, which every rank has, each finds the part of the
+        # gradient that its rows of B ask for
         parts = frozenset({"lora_A"}) if isinstance(module, AdaptedLinear) else frozenset()
         for name, _ in list(module.named_parameters(recurse=False)):
             _divide(module, name, device_mesh, Replicate() if name in parts else Shard(0))
         group = device_mesh.get_group()
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            whole = inputs if self.shared_input and not isinstance(inputs, DTensor) else _whole(inputs, before, group)
+            whole = (
+                inputs
+                if self.shared_input and not isinstance(inputs, DTensor)
+                else _whole(inputs, before, group)
+            )
             columns = F.linear(whole, _local(module.weight), _local(module.bias))
             if isinstance(module, AdaptedLinear):
-                columns = module.adapted(whole, columns, _local(module.lora_A, partial=True), _local(module.lora_B))
+                columns = module.adapted(
+                    whole, columns, _local(module.lora_A, partial=True), _local(module.lora_B)
+                )
             return from_runs(columns, columns.ndim - 1, group) if after.is_replicate() else columns
 
         return _computing(module, forward, parts)
 
 
 class OutputLayer(ColumnLinear):
-    """A model's output layer, of which each rank has some of the vocabulary, and which answers requests (``engine.output_layer``).
+    """A model's output layer, of which each rank has some of the vocabulary, and which answers requests
+    (``engine.output_layer``).
 
     Args:
         input_layouts: ``Replicate()`` or ``Shard(dimension)``.
@@ -137,8 +155,8 @@ class ScoreLayer(ParallelStyle):
     """A score layer that every rank has whole, and whose whole output every rank gets.
 
     Args:
-        input_layouts: ``Replicate()``; or ``Shard(1)``, and each rank computes the output of its run of the sequence, and finds a part of
-            the weight's gradient.
+        input_layouts: ``Replicate()``; or ``Shard(1)``, and each rank computes the output of its run of the
+            sequence, and finds a part of the weight's gradient.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -161,14 +179,18 @@ class ScoreLayer(ParallelStyle):
 
 
 class RowLinear(RowwiseParallel):
-    """A linear layer of which each rank has some of the input features; torch's style for anything but plain linear layers.
+    """A linear layer of which each rank has some of the input features; torch's style for anything but plain
+    linear layers.
 
     Args:
-        input_layouts: ``Shard(-1)``, or ``Replicate()`` where each rank takes its features from the whole input.
+        input_layouts: ``Shard(-1)``, or ``Replicate()`` where each rank takes its features from the whole
+            input.
         output_layouts: ``Replicate()`` or ``Shard(dimension)``.
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None) -> None:
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
+    ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -184,7 +206,8 @@ class RowLinear(RowwiseParallel):
             _divide(module, "lora_A", device_mesh, Shard(1))
             _divide(module, "lora_B", device_mesh, Replicate())
 
-        # where each rank has a run of the output, it finds a part of the gradient of the bias, and of an adapter's B
+        # where each rank has a run of the output, it finds a part of the gradient of the bias, and of an
+        # adapter's B
         parts = frozenset() if after.is_replicate() else frozenset({"bias", "lora_B"})
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
@@ -193,15 +216,22 @@ class RowLinear(RowwiseParallel):
             output = sum_of_parts(F.linear(features, _local(module.weight)), after, group)
             if isinstance(module, AdaptedLinear):
                 up = _local(module.lora_B, partial="lora_B" in parts)
-                output = module.adapted(features, output, _local(module.lora_A), up, lambda hidden: sum_of_parts(hidden, after, group))
+                output = module.adapted(
+                    features,
+                    output,
+                    _local(module.lora_A),
+                    up,
+                    lambda hidden: sum_of_parts(hidden, after, group),
+                )
             return output if module.bias is None else output + _local(module.bias, partial="bias" in parts)
 
         return _computing(module, forward, parts)
 
 
 class NormOfParts(ParallelStyle):
-    """A norm, or another module with whole parameters, of which each rank computes a part of the output: for some of the heads in
-    [n, t, H, D], or for a run of the sequence. Gradients of its parameters are sums over ranks."""
+    """A norm, or another module with whole parameters, of which each rank computes a part of the output: for
+    some of the heads in [n, t, H, D], or for a run of the sequence. Gradients of its parameters are sums over
+    ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = frozenset(name for name, _ in module.named_parameters(recurse=False))
@@ -212,7 +242,9 @@ class NormOfParts(ParallelStyle):
         def forward(*inputs: Any, **keywords: Any) -> Any:
             present = dict(module._parameters)
             try:
-                module._parameters.update({name: cast(Any, _local(present[name], partial=True)) for name in names})
+                module._parameters.update(
+                    {name: cast(Any, _local(present[name], partial=True)) for name in names}
+                )
                 return plain(*inputs, **keywords)
             finally:
                 module._parameters.update(present)
@@ -237,12 +269,19 @@ def finds_part(module: nn.Module, name: str) -> bool:
 
 
 def computes_locally(model: nn.Module) -> bool:
-    """Whether every module of a model with a divided parameter of its own has a style of these, which take plain parameters as well."""
-    owners = (module for module in model.modules() if any(isinstance(value, DTensor) for value in module._parameters.values()))
+    """Whether every module of a model with a divided parameter of its own has a style of these, which take
+    plain parameters as well."""
+    owners = (
+        module
+        for module in model.modules()
+        if any(isinstance(value, DTensor) for value in module._parameters.values())
+    )
     return all(hasattr(module, _PARTS) for module in owners)
 
 
-def _computing(module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()) -> nn.Module:
+def _computing(
+    module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()
+) -> nn.Module:
     """``module`` with another forward pass; of the gradients of ``parts`` each rank finds a part."""
     setattr(module, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
     setattr(module, _PARTS, parts)
@@ -250,11 +289,15 @@ def _computing(module: nn.Module, forward: Callable[..., Any], parts: frozenset[
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, AdaptedLinear.forward)
+    return isinstance(module, nn.Linear) and type(module).forward in (
+        nn.Linear.forward,
+        AdaptedLinear.forward,
+    )
 
 
 def _local(parameter: Any, *, partial: bool = False) -> Any:
-    """This rank's part of a divided parameter, None for none; with ``partial`` it finds a part of the gradient of a whole one."""
+    """This rank's part of a divided parameter, None for none; with ``partial`` it finds a part of the
+    gradient of a whole one."""
     if not isinstance(parameter, DTensor):
         return parameter
     # Partial, so that DTensor sums the gradient over the ranks and does not take one rank's for all.

@@ -1,7 +1,7 @@
 """The weights of a divided model as whole tensors: the stream of exports and refits.
 
-Parameters that neighbour in the order are gathered together from all ranks, already in the dtype that they are exported in; and while one
-bucket is taken apart the next is on its way.
+Parameters that neighbour in the order are gathered together from all ranks, already in the dtype that they
+are exported in; and while one bucket is taken apart the next is on its way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
-from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan, in_buckets
+from megarl.models.engine.gather_stream import (
+    FullTensor,
+    GatherStream,
+    InFlightBucket,
+    SpareMemory,
+    UnshardPlan,
+    in_buckets,
+)
 from megarl.weight_sync.plan import Copy, strides_of
 
 
@@ -38,13 +45,18 @@ class _Bucket:
 
 @torch.no_grad()
 def _set_out(
-    bucket: _Bucket, pieces: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory
+    bucket: _Bucket,
+    pieces: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    spare: SpareMemory,
 ) -> InFlightBucket:
     """Send a bucket to all ranks.
 
     Args:
         bucket: which.
-        pieces: this rank's, by the name of the parameter; what gives them may compute a piece when it is asked for.
+        pieces: this rank's, by the name of the parameter; what gives them may compute a piece when it is
+            asked for.
         dtype: to send them in.
         device: where collectives work.
         spare: memory for it.
@@ -68,7 +80,8 @@ class WeightStream:
         dtype: of the tensors that come out.
         device: where collectives work.
         bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
-        tensor_rank, tensor_size: of the tensor-parallel group. They have the fastest place in the order of all ranks.
+        tensor_rank, tensor_size: of the tensor-parallel group. They have the fastest place in the order of
+            all ranks.
     """
 
     def __init__(
@@ -99,7 +112,9 @@ class WeightStream:
         """
         return GatherStream(self._arrivals(divided, pieces, SpareMemory()))
 
-    def _arrivals(self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor], spare: SpareMemory) -> Iterator[InFlightBucket]:
+    def _arrivals(
+        self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor], spare: SpareMemory
+    ) -> Iterator[InFlightBucket]:
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
         for bucket in self._buckets:
@@ -108,7 +123,9 @@ class WeightStream:
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
         # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them
         rank, size = self._tensor_rank, self._tensor_size
-        blocks = {name: replace(block_of(divided[name]), tensor_rank=rank, tensor_size=size) for name in self._order}
+        blocks = {
+            name: replace(block_of(divided[name]), tensor_rank=rank, tensor_size=size) for name in self._order
+        }
 
         def of_all_ranks(name: str) -> int:
             return _space(blocks[name]) * self._dtype.itemsize * dist.get_world_size()
@@ -116,13 +133,23 @@ class WeightStream:
         for names in in_buckets(self._order, of_all_ranks, self._bucket_bytes):
             spaces = tuple(_space(blocks[name]) for name in names)
             sent = tuple(_sent(blocks[name]) for name in names)
-            yield _Bucket(tuple(names), spaces, sent, UnshardPlan(self._wholes([blocks[name] for name in names], names, spaces)))
+            yield _Bucket(
+                tuple(names),
+                spaces,
+                sent,
+                UnshardPlan(self._wholes([blocks[name] for name in names], names, spaces)),
+            )
 
-    def _wholes(self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]) -> Iterator[FullTensor]:
+    def _wholes(
+        self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]
+    ) -> Iterator[FullTensor]:
         position = 0
         for block, name, space in zip(blocks, names, spaces, strict=True):
             shape = (self._true_rows[name], *block.shape[1:])
-            copies = (_copy(other, shape, rank * sum(spaces) + position) for rank, other in enumerate(_of_all_ranks(block)))
+            copies = (
+                _copy(other, shape, rank * sum(spaces) + position)
+                for rank, other in enumerate(_of_all_ranks(block))
+            )
             yield FullTensor(name, shape, tuple(copy for copy in copies if copy is not None))
             position += space
 
@@ -134,7 +161,8 @@ def _space(block: Block) -> int:
 
 
 def _sent(block: Block) -> slice:
-    """The elements of its block that a rank sends: all, or a share where tensor-parallel ranks have the same one."""
+    """The elements of its block that a rank sends: all, or a share where tensor-parallel ranks have the same
+    one."""
     first, last = block.rows
     count = (last - first) * math.prod(block.part[1:])
     if block.tensor_dimension is not None:
@@ -151,8 +179,8 @@ def _of_all_ranks(block: Block) -> Iterator[Block]:
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
-    """Return what a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may have fewer rows; None for
-    nothing."""
+    """Return what a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may
+    have fewer rows; None for nothing."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
     if block.tensor_dimension is None:  # whole rows: one run of elements

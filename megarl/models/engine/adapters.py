@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): what is the same on every backend.
 
-Beside the weight W [out, in] of a linear layer stand A [r, in] and B [out, r]; the layer computes with W + s B A, s = alpha / r or, rank
-stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and factors have PEFT's names, whatever a backend fuses.
+Beside the weight W [out, in] of a linear layer stand A [r, in] and B [out, r]; the layer computes with W + s
+B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and
+factors have PEFT's names, whatever a backend fuses.
 """
 
 from __future__ import annotations
@@ -97,16 +98,27 @@ class AdapterSettings:
         found = [name for name in allowed if is_named(name, targets)]
         faults = []
         for pattern in self.targets:
-            stranger = next((name for name in others if is_named(name, (pattern,)) and not is_named(name, self.excluded)), None)
+            stranger = next(
+                (name for name in others if is_named(name, (pattern,)) and not is_named(name, self.excluded)),
+                None,
+            )
             if stranger is not None:
-                bound, fix = f"{pattern!r} names {stranger}, which can have no adapter in this version", "add it to exclude_modules"
+                bound, fix = (
+                    f"{pattern!r} names {stranger}, which can have no adapter in this version",
+                    "add it to exclude_modules",
+                )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
             elif not any(is_named(name, (pattern,)) for name in layers):
-                bound, fix = f"{pattern!r} names no linear layer of the model", f"write a name such as {next(iter(layers), 'q_proj')}"
+                bound, fix = (
+                    f"{pattern!r} names no linear layer of the model",
+                    f"write a name such as {next(iter(layers), 'q_proj')}",
+                )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
         if not found and not faults:
             bound = "no layer has an adapter, so that nothing would be trained"
-            faults.append(Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, "exclude fewer layers"))
+            faults.append(
+                Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, "exclude fewer layers")
+            )
         if faults:
             raise ConfigError(faults)
         return found
@@ -152,7 +164,8 @@ class AdapterSwitch:
 
 
 class FirstFactors:
-    """The values that adapters begin with, whole; the same on all ranks, in every layout and on every backend.
+    """The values that adapters begin with, whole; the same on all ranks, in every layout and on every
+    backend.
 
     Args:
         settings: of the adapters.
@@ -176,7 +189,10 @@ class FirstFactors:
         if self._source is not None:
             stored = self._source.read(factor_name(module, letter)).float()
             if tuple(stored.shape) != shape:
-                raise self._refusal(f"{module} has a factor {letter} of shape {list(stored.shape)}, the model asks for {list(shape)}")
+                raise self._refusal(
+                    f"{module} has a factor {letter} of shape {list(stored.shape)}, the model asks for "
+                    f"{list(shape)}"
+                )
             return stored
         if letter == "B":
             return torch.zeros(shape)
@@ -184,7 +200,11 @@ class FirstFactors:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if self._settings.init == "kaiming":
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
-        deviation = math.sqrt(2 / (width + self._settings.rank)) if self._settings.init == "xavier" else 1 / self._settings.rank
+        deviation = (
+            math.sqrt(2 / (width + self._settings.rank))
+            if self._settings.init == "xavier"
+            else 1 / self._settings.rank
+        )
         return torch.randn(shape, generator=generator) * deviation
 
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
@@ -192,12 +212,21 @@ class FirstFactors:
         stored = set(source.keys())
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
-            raise self._refusal(f"it holds other layers: {more[:2]} are only there, {fewer[:2]} only in {KEY} ({len(more)}, {len(fewer)})")
+            raise self._refusal(
+                f"it holds other layers: {more[:2]} are only there, {fewer[:2]} only in {KEY} ({len(more)}, "
+                f"{len(fewer)})"
+            )
         for module in modules:
             if source.config.rank_of(module) != self._settings.rank:
-                raise self._refusal(f"{module} has rank {source.config.rank_of(module)} there, and {KEY}.dim is {self._settings.rank}")
+                raise self._refusal(
+                    f"{module} has rank {source.config.rank_of(module)} there, and {KEY}.dim is "
+                    f"{self._settings.rank}"
+                )
             if not math.isclose(source.config.scaling_of(module), self._settings.scaling):
-                raise self._refusal(f"{module} has scale {source.config.scaling_of(module):g} there, and here {self._settings.scaling:g}")
+                raise self._refusal(
+                    f"{module} has scale {source.config.scaling_of(module):g} there, and here "
+                    f"{self._settings.scaling:g}"
+                )
 
     def _refusal(self, bound: str) -> ConfigError:
         fix = "let dim, alpha, use_rslora and target_modules say what its adapter_config.json does"
@@ -216,7 +245,8 @@ def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return W + s B A of a shard, added up in float32 and rounded once to the dtype of W, which is left as it is.
+    """Return W + s B A of a shard, added up in float32 and rounded once to the dtype of W, which is left as
+    it is.
 
     Args:
         weight: [m, n].
@@ -236,5 +266,9 @@ def write_peft(directory: Path, peft: Mapping[str, Any], factors: Mapping[str, t
         factors: by PEFT's names, on the CPU.
     """
     directory.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in factors.items()}, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in factors.items()},
+        directory / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
     (directory / ADAPTER_CONFIG).write_text(json.dumps(peft, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """Portable attention: one function that every backend calls when it has no fused kernel of its own.
 
-Causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any combination. Shapes: B batch, S query
-length, K key length, H query heads, G key-value heads, D head dimension. On a CUDA device, in 16 bit, whatever would need a mask or many
-calls (packed sequences, windows, gathered keys of context-parallel ranks) goes through one call of a FlashAttention kernel where there is
-one, which has not been run yet; elsewhere attention is computed sequence by sequence.
+Causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any
+combination. Shapes: B batch, S query length, K key length, H query heads, G key-value heads, D head
+dimension. On a CUDA device, in 16 bit, whatever would need a mask or many calls (packed sequences, windows,
+gathered keys of context-parallel ranks) goes through one call of a FlashAttention kernel where there is one,
+which has not been run yet; elsewhere attention is computed sequence by sequence.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ Kernel = Callable[..., Any]
 
 @functools.cache
 def varlen_kernel() -> Kernel | None:
-    """``torch.nn.attention.varlen.varlen_attn``, where this torch has it with windows and a scale (from 2.11 on); otherwise None.
+    """``torch.nn.attention.varlen.varlen_attn``, where this torch has it with windows and a scale (from 2.11
+    on); otherwise None.
 
-    Its kernel takes grouped-query heads in any case; from 2.12 on the function in front of it wants to be told.
+    Its kernel takes grouped-query heads in any case; from 2.12 on the function in front of it wants to be
+    told.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -74,7 +77,8 @@ def offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: torch.device) -> Runs:
-    """The runs of context-parallel rank ``rank`` of ``size``, of rows in which sequences begin at ``starts``, the last entry the end."""
+    """The runs of context-parallel rank ``rank`` of ``size``, of rows in which sequences begin at ``starts``,
+    the last entry the end."""
     pieces = _pieces(starts, ContextShare(rank, size))
     queries, keys = ([piece[which].stop - piece[which].start for piece in pieces] * rows for which in (0, 1))
     order = None
@@ -132,8 +136,8 @@ class SequenceLayout:
     """Where sequences lie in the sequence dimension that attention sees.
 
     Attributes:
-        starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is the end. None when each batch
-            row is one sequence.
+        starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is
+            the end. None when each batch row is one sequence.
         context: the ranks that share every sequence.
     """
 
@@ -153,7 +157,8 @@ def causal_attention(
     sinks: torch.Tensor | None = None,
     row_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few when decoding with a cache).
+    """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few
+    when decoding with a cache).
 
     Args:
         query: [B, H, S, D].
@@ -161,34 +166,50 @@ def causal_attention(
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
-        sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no value; None for none.
-        row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing but itself sees; a row may
-            have more of them than there are keys. None for no padding.
+        sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no
+            value; None for none.
+        row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing
+            but itself sees; a row may have more of them than there are keys. None for no padding.
 
     Returns:
         [B, H, S, D] in the dtype of ``query``.
     """
     queries, keys = query.shape[2], key.shape[2]
     if sinks is not None:
-        return _with_sinks(query, key, value, scale, sinks, _seen(queries, keys, window, row_lengths, query.device))
+        return _with_sinks(
+            query, key, value, scale, sinks, _seen(queries, keys, window, row_lengths, query.device)
+        )
     # A window that holds all keys needs no mask, and so keeps the fast kernel.
     narrow = window is not None and window < keys
     if queries == 1:
-        mask = _seen_by_last(keys, window, row_lengths, query.device) if narrow or row_lengths is not None else None
+        mask = (
+            _seen_by_last(keys, window, row_lengths, query.device)
+            if narrow or row_lengths is not None
+            else None
+        )
         return _of_one_query(query, key, value, scale, mask)
     grouped = query.shape[1] != key.shape[1]
     if queries == keys and not narrow and row_lengths is None:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     mask = _seen(queries, keys, window, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def _of_one_query(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, mask: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated."""
+    """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one
+    keys would be repeated."""
     each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
-    return scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
+    return (
+        scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
+    )
 
 
 def cached_attention(
@@ -200,13 +221,15 @@ def cached_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over a cache, of which a mask tells what the query sees: no shape depends on how full the cache is.
+    """Attention of one query a row over a cache, of which a mask tells what the query sees: no shape depends
+    on how full the cache is.
 
     Args:
         query: [B, H, 1, D].
         key: [B, G, K, D].
         value: [B, G, K, V]; V may be another width than D.
-        mask: [B, 1, 1, K] of the dtype of ``query``: 0 where a key is seen, minus infinity elsewhere; each row sees one at least.
+        mask: [B, 1, 1, K] of the dtype of ``query``: 0 where a key is seen, minus infinity elsewhere; each
+            row sees one at least.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         sinks: as in ``causal_attention``.
 
@@ -214,7 +237,9 @@ def cached_attention(
         [B, H, 1, V] in the dtype of ``query``.
     """
     if value.shape[3] != key.shape[3]:
-        return _of_equal_widths(query, key, value, scale, functools.partial(cached_attention, mask=mask, sinks=sinks))
+        return _of_equal_widths(
+            query, key, value, scale, functools.partial(cached_attention, mask=mask, sinks=sinks)
+        )
     if sinks is not None:
         return _with_sinks(query, key, value, scale, sinks, mask)
     return _of_one_query(query, key, value, scale, mask)
@@ -222,11 +247,15 @@ def cached_attention(
 
 # every layer of a pass asks for the same one, which is small: that of a whole prompt would keep its memory
 @functools.lru_cache(maxsize=2)
-def _seen_by_last(keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _seen_by_last(
+    keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     return _seen(1, keys, window, row_lengths, device)
 
 
-def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _seen(
+    queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
     # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
@@ -241,11 +270,17 @@ def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor
 
 
 def _with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor, mask: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
     """The sinks as one more key, in front of the others, which every query sees and whose value is zero.
 
-    One more element of queries and keys gives that key its score: the head's logit times 1, and 0 for the other keys.
+    One more element of queries and keys gives that key its score: the head's logit times 1, and 0 for the
+    other keys.
 
     Args:
         query, key, value, scale, sinks: as in ``causal_attention``.
@@ -286,16 +321,19 @@ def attention(
         query: [B, H, s, D], this context rank's part; packed sequences have B = 1.
         key: [B, G, s, D]; with a key-value cache more positions than queries, which are the last.
         value: [B, G, s, V]; V may be another width than D.
-        layout: packed sequences and context parallelism. Packed lengths, and without packing the row length, are multiples of
-            2 * context size.
-        scale, window, sinks, row_lengths: as in ``causal_attention``; sinks do not go with a ring of context-parallel ranks, and padding on
-            the left neither with packed sequences nor with context parallelism.
+        layout: packed sequences and context parallelism. Packed lengths, and without packing the row length,
+            are multiples of 2 * context size.
+        scale, window, sinks, row_lengths: as in ``causal_attention``; sinks do not go with a ring of
+            context-parallel ranks, and padding on the left neither with packed sequences nor with context
+            parallelism.
 
     Returns:
         [B, H, s, V], the part of the queries.
     """
     if value.shape[3] != key.shape[3]:
-        same = functools.partial(attention, layout=layout, window=window, sinks=sinks, row_lengths=row_lengths)
+        same = functools.partial(
+            attention, layout=layout, window=window, sinks=sinks, row_lengths=row_lengths
+        )
         return _of_equal_widths(query, key, value, scale, same)
     context = layout.context
     if context.size > 1 and context.ring:
@@ -314,28 +352,37 @@ def attention(
     if plain:
         return causal_attention(query, key, value, scale, window, sinks, row_lengths)
     pieces = _pieces(_starts(query, layout), context)
-    queries, keys, values = (_parts(tensor, [piece[which] for piece in pieces]) for tensor, which in ((query, 0), (key, 1), (value, 1)))
+    queries, keys, values = (
+        _parts(tensor, [piece[which] for piece in pieces])
+        for tensor, which in ((query, 0), (key, 1), (value, 1))
+    )
     parts = zip(queries, keys, values, strict=True)
-    return torch.cat([causal_attention(asked, held, carried, scale, window, sinks) for asked, held, carried in parts], dim=2)
+    return torch.cat(
+        [causal_attention(asked, held, carried, scale, window, sinks) for asked, held, carried in parts],
+        dim=2,
+    )
 
 
 def _starts(query: torch.Tensor, layout: SequenceLayout) -> tuple[int, ...]:
-    """Where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry is the end."""
+    """Where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry is the
+    end."""
     return layout.starts or (0, query.shape[2] * layout.context.size)
 
 
 def _parts(tensor: torch.Tensor, slices: Sequence[slice]) -> Sequence[torch.Tensor]:
-    """The slices of dimension 2. Where they cover it one after another it is split: then its gradient is joined once, where slices would
-    give one of the whole size each."""
+    """The slices of dimension 2. Where they cover it one after another it is split: then its gradient is
+    joined once, where slices would give one of the whole size each."""
     end_to_end = all(one.stop == other.start for one, other in itertools.pairwise(slices))
     if end_to_end and slices[0].start == 0 and slices[-1].stop == tensor.shape[2]:
         return tensor.split([piece.stop - piece.start for piece in slices], dim=2)
     return [tensor[:, :, piece] for piece in slices]
 
 
-def _of_equal_widths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel) -> torch.Tensor:
-    """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros, which change no score and give
-    zeros that are cut off."""
+def _of_equal_widths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel
+) -> torch.Tensor:
+    """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros,
+    which change no score and give zeros that are cut off."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
     # The scale is that of the true width of the keys, not of the filled one.
@@ -345,7 +392,8 @@ def _of_equal_widths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:
-    """Return for each run of this rank's queries: where it stands here, and the keys of its sequence up to its end."""
+    """Return for each run of this rank's queries: where it stands here, and the keys of its sequence up to
+    its end."""
     pieces, done = [], 0
     for start, end in itertools.pairwise(starts):
         for first, last in context.chunks(start, end):

@@ -1,4 +1,5 @@
-"""Division of one rank's rows into global batches and micro-batches: a fixed number of rows, or a plan that came with the batch."""
+"""Division of one rank's rows into global batches and micro-batches: a fixed number of rows, or a plan that
+came with the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Chunk(Protocol):
         """Its rows cut into micro-batches, in order."""
 
     def without_ragged_end(self) -> Chunk:
-        """Return the same with the last row repeated: all micro-batches have one shape, and the ``rows`` first rows are the real ones."""
+        """Return the same with the last row repeated: all micro-batches have one shape, and the ``rows``
+        first rows are the real ones."""
 
 
 class Batching(Protocol):
@@ -77,7 +79,10 @@ class FixedRows:
         """See ``Batching``."""
         total = batch_size(data)
         size = self.chunk_size or total
-        return [_FixedChunk(slice_rows(data, first, first + size), self.micro_batch_size) for first in range(0, total, size)]
+        return [
+            _FixedChunk(slice_rows(data, first, first + size), self.micro_batch_size)
+            for first in range(0, total, size)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class Planned:
 
     Attributes:
         indices: for each chunk, ``[start, end]`` of each micro-batch, counted from the chunk's first row.
-        lengths: for each chunk, the planned row length (dynamic) or total length (packed) of each micro-batch.
+        lengths: for each chunk, the planned row length (dynamic) or total length (packed) of each
+            micro-batch.
         counts: rows of each chunk.
         packed: whether the rows of a micro-batch go through the model as one row.
     """
@@ -122,10 +128,15 @@ class Planned:
             BatchError: the plan is for another number of rows.
         """
         if sum(self.counts) != batch_size(data):
-            raise BatchError(f"the micro-batch plan holds {sum(self.counts)} rows, the batch {batch_size(data)}; shard the batch again")
+            raise BatchError(
+                f"the micro-batch plan holds {sum(self.counts)} rows, the batch {batch_size(data)}; shard "
+                "the batch again"
+            )
         chunks: list[Chunk] = []
         first = 0
         for indices, lengths, count in zip(self.indices, self.lengths, self.counts, strict=True):
-            chunks.append(_PlannedChunk(slice_rows(data, first, first + count), indices, lengths, self.packed))
+            chunks.append(
+                _PlannedChunk(slice_rows(data, first, first + count), indices, lengths, self.packed)
+            )
             first += count
         return chunks

@@ -1,7 +1,8 @@
 """Context parallelism: which part of every sequence a rank holds, and how the parts come together again.
 
-A sequence is cut into ``2 * size`` equal chunks; rank r holds chunks r and ``2 * size - 1 - r``, one from the cheap beginning and one from
-the dear end of a causal mask, so that all ranks have the same work. Packed sequences are cut one by one in the same way.
+A sequence is cut into ``2 * size`` equal chunks; rank r holds chunks r and ``2 * size - 1 - r``, one from the
+cheap beginning and one from the dear end of a causal mask, so that all ranks have the same work. Packed
+sequences are cut one by one in the same way.
 
 Legend: S positions over all ranks, s = S / size of them here.
 """
@@ -26,7 +27,8 @@ class ContextShare:
     Attributes:
         rank, size: which of how many.
         group: their process group; None when there is one rank.
-        ring: attention sends keys and values round the ranks (``megarl.models.engine.ring_attention``) instead of gathering them.
+        ring: attention sends keys and values round the ranks (``megarl.models.engine.ring_attention``)
+            instead of gathering them.
     """
 
     rank: int = 0
@@ -35,21 +37,26 @@ class ContextShare:
     ring: bool = False
 
     def chunks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is a multiple of 2 * size."""
+        """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is
+        a multiple of 2 * size."""
         if self.size == 1:
             return ((start, end),)
         # Whole, because sequences are padded to a multiple (Shapes.packed_multiple, row_multiple).
         width = (end - start) // (2 * self.size)
         last = 2 * self.size - 1 - self.rank
-        return ((start + self.rank * width, start + (self.rank + 1) * width), (start + last * width, start + (last + 1) * width))
+        return (
+            (start + self.rank * width, start + (self.rank + 1) * width),
+            (start + last * width, start + (last + 1) * width),
+        )
 
     def index(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """[s] int64: the positions that this rank holds, in its order, of sequences that begin at ``starts`` (the last entry is the
-        end)."""
+        """[s] int64: the positions that this rank holds, in its order, of sequences that begin at ``starts``
+        (the last entry is the end)."""
         return _index(starts, self.rank, self.size, device)
 
     def order(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """[S] int64: for each position in order, where it stands when the parts of all ranks are laid behind one another."""
+        """[S] int64: for each position in order, where it stands when the parts of all ranks are laid behind
+        one another."""
         return _order(starts, self.size, device)
 
 
@@ -70,11 +77,13 @@ def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> t
 
 
 class _GatherReplicated(torch.autograd.Function):
-    """Gather the parts of all ranks for a computation that all ranks repeat: in the backward pass each rank keeps
-    the gradient of its own part."""
+    """Gather the parts of all ranks for a computation that all ranks repeat: in the backward pass each rank
+    keeps the gradient of its own part."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, part: torch.Tensor, order: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.save_for_backward(index)
         return _all_gather(part, group).index_select(0, order)
 
@@ -86,8 +95,8 @@ class _GatherReplicated(torch.autograd.Function):
 
 
 class _GatherShared(torch.autograd.Function):
-    """Gather the parts of all ranks, which use the whole differently: in the backward pass their gradients are
-    summed."""
+    """Gather the parts of all ranks, which use the whole differently: in the backward pass their gradients
+    are summed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -107,21 +116,27 @@ class _GatherShared(torch.autograd.Function):
 
 
 def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    whole = torch.empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device)
+    whole = torch.empty(
+        part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device
+    )
     # A view of transposed keys is not contiguous, which the collective wants.
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 
 
 def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """The whole [S, ...] in order from every rank's part [s, ...]; for results from which all ranks compute the same loss."""
+    """The whole [S, ...] in order from every rank's part [s, ...]; for results from which all ranks compute
+    the same loss."""
     if share.group is None:
         return part
-    return _GatherReplicated.apply(part, share.order(starts, part.device), share.index(starts, part.device), share.group)
+    return _GatherReplicated.apply(
+        part, share.order(starts, part.device), share.index(starts, part.device), share.group
+    )
 
 
 def gather_shared(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """The whole [S, ...] in order from every rank's part [s, ...]; for keys and values, which every rank's queries read."""
+    """The whole [S, ...] in order from every rank's part [s, ...]; for keys and values, which every rank's
+    queries read."""
     if share.group is None:
         return part
     return _GatherShared.apply(part, share.order(starts, part.device), share.group)

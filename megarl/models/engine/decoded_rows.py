@@ -1,7 +1,8 @@
 """The keys and values of rows that are being decoded, padded on the left, in a cache that stays at one place.
 
-A library's own cache grows by the token: each step has tensors of other shapes. Here a step has fixed shapes: the position that it writes
-to is a tensor, and a mask hides what the cache has not been given yet. So a step can be recorded (``megarl.models.engine.graphs``).
+A library's own cache grows by the token: each step has tensors of other shapes. Here a step has fixed shapes:
+the position that it writes to is a tensor, and a mask hides what the cache has not been given yet. So a step
+can be recorded (``megarl.models.engine.graphs``).
 
 Legend: b rows of a batch, n positions of a pass, P positions of the cache.
 """
@@ -13,27 +14,31 @@ import torch
 from megarl.models.engine.graphs import Graphs
 
 FEWEST_POSITIONS = 256
-"""In steps of fixed shapes attention looks at this many positions of the cache, and at twice as many each time that they are full: each
-size is recorded once for each number of rows, and less than half of the positions are read for nothing."""
+"""In steps of fixed shapes attention looks at this many positions of the cache, and at twice as many each
+time that they are full: each size is recorded once for each number of rows, and less than half of the
+positions are read for nothing."""
 
 
 class DecodedRows:
-    """The rows that are being decoded, with their keys and values, and what all layers of a pass need to know of it.
+    """The rows that are being decoded, with their keys and values, and what all layers of a pass need to know
+    of it.
 
-    The cache and ``place`` stay where they are, also from one batch to the next: CUDA graphs have their addresses.
+    The cache and ``place`` stay where they are, also from one batch to the next: CUDA graphs have their
+    addresses.
 
     Args:
         graphs: runs the steps.
         device: where the model is.
 
     Attributes:
-        fixed: steps have fixed shapes: also on a device that records nothing any more, where other ranks may do so, and wait for this one
-            in the same collectives.
+        fixed: steps have fixed shapes: also on a device that records nothing any more, where other ranks may
+            do so, and wait for this one in the same collectives.
         count: of the rows of the batch.
         place: [1] int64, the last position that is cached, or is in this step.
-        positions: [n, b] int64 of this pass: the positions of its tokens; those of padding are 0. One tensor for all layers of a pass, and
-            a new one in each pass.
-        row_lengths: [b] int64 while prompts are read that have padding on their left, their lengths; otherwise None.
+        positions: [n, b] int64 of this pass: the positions of its tokens; those of padding are 0. One tensor
+            for all layers of a pass, and a new one in each pass.
+        row_lengths: [b] int64 while prompts are read that have padding on their left, their lengths;
+            otherwise None.
     """
 
     def __init__(self, graphs: Graphs, device: torch.device) -> None:
@@ -50,8 +55,8 @@ class DecodedRows:
         self._step: _Step | None = None
 
     def reserve(self, positions: int, rows: int) -> None:
-        """Start a batch whose cache has ``positions`` x ``rows`` entries. All batches use the same cache, which each layer allocates when
-        it first stores something."""
+        """Start a batch whose cache has ``positions`` x ``rows`` entries. All batches use the same cache,
+        which each layer allocates when it first stores something."""
         assert not self._cache or self._size == (positions, rows), "one size for all batches"
         self._size, self.count = (positions, rows), 0
 
@@ -65,7 +70,9 @@ class DecodedRows:
             end: position of the cache behind the prompts.
         """
         on_device = lengths.to(self.place.device)
-        self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(min=0)
+        self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(
+            min=0
+        )
         # Asked on the host, where the lengths are; without padding attention needs no mask.
         self.row_lengths = on_device if bool((lengths < width).any()) else None
         self.place.fill_(end - 1)
@@ -96,10 +103,14 @@ class DecodedRows:
         return self._step is not None
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache keys [n, b, G, d] and values of a layer; return those that its queries attend to, [n or P, b, G, d]."""
+        """Cache keys [n, b, G, d] and values of a layer; return those that its queries attend to, [n or P, b,
+        G, d]."""
         if layer not in self._cache:
             # Zeros: what a mask hides is still multiplied, and NaN of unwritten memory times 0 stays NaN.
-            self._cache[layer] = (key.new_zeros(*self._size, *key.shape[2:]), value.new_zeros(*self._size, *value.shape[2:]))
+            self._cache[layer] = (
+                key.new_zeros(*self._size, *key.shape[2:]),
+                value.new_zeros(*self._size, *value.shape[2:]),
+            )
         if self._prompts is not None:
             for cached, new in zip(self._cache[layer], (key, value), strict=True):
                 self._prompts.write(cached, new)
@@ -112,7 +123,8 @@ class DecodedRows:
         return keys, values
 
     def store_states(self, layer: int, *states: torch.Tensor) -> None:
-        """Keep what a layer without keys and values knows of each prompt of this pass, each [p, ...], for the rows of that prompt."""
+        """Keep what a layer without keys and values knows of each prompt of this pass, each [p, ...], for the
+        rows of that prompt."""
         assert self._prompts is not None, "a pass over prompts"
         if layer not in self._states:
             self._states[layer] = tuple(state.new_zeros(self._size[1], *state.shape[1:]) for state in states)
@@ -124,7 +136,8 @@ class DecodedRows:
         return tuple(kept[: self.count] for kept in self._states[layer])
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """[b, 1, 1, P], what ``megarl.models.engine.attention.cached_attention`` adds to scores; None in a pass over prompts."""
+        """[b, 1, 1, P], what ``megarl.models.engine.attention.cached_attention`` adds to scores; None in a
+        pass over prompts."""
         return None if self._step is None else self._step.mask(window, dtype)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -167,6 +180,8 @@ class _Step:
             back = self.place - torch.arange(self.positions, device=self.place.device)
             seen = self._lengths if window is None else self._lengths.clamp(max=window)
             hidden = (back < 0) | (back >= seen[:, None])
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+                hidden, -torch.inf
+            )
             self._masks[window, dtype] = mask[:, None, None]
         return self._masks[window, dtype]

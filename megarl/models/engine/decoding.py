@@ -1,10 +1,12 @@
 """Decoding, the same for every backend: the same seeds draw the same tokens from the same logits.
 
-Prompts of a batch are padded on the left, so that their answers begin together; what a row computes does not depend on its padding. A few
-passes over prompts of like lengths fill the cache. Rows with one prompt share its pass. Rows that have ended leave the batch.
+Prompts of a batch are padded on the left, so that their answers begin together; what a row computes does not
+depend on its padding. A few passes over prompts of like lengths fill the cache. Rows with one prompt share
+its pass. Rows that have ended leave the batch.
 
-A step, and the choice of tokens after it, are functions of fixed shapes, which ``megarl.models.engine.graphs`` can record. Once a step the
-host waits for the device, to see the tokens; what it keeps itself is in numpy, whose operations on a few rows are faster than torch's.
+A step, and the choice of tokens after it, are functions of fixed shapes, which
+``megarl.models.engine.graphs`` can record. Once a step the host waits for the device, to see the tokens; what
+it keeps itself is in numpy, whose operations on a few rows are faster than torch's.
 
 Legend: b rows of a batch, V vocabulary.
 """
@@ -33,17 +35,21 @@ LEAVING_SHARE = 1 / 8
 """Rows leave a batch once so large a share of it has ended: the cache is copied then."""
 
 ROWS_RATIO = 4
-"""Where steps are recorded batches have a power of this many rows once rows have left, because each size is recorded anew."""
+"""Where steps are recorded batches have a power of this many rows once rows have left, because each size is
+recorded anew."""
 
 PASS_POSITIONS = 512
-"""One pass more over the prompts is worth so many positions of padding that it saves: it launches all operations, and reads all weights,
-once more."""
+"""One pass more over the prompts is worth so many positions of padding that it saves: it launches all
+operations, and reads all weights, once more."""
 
 
 class Forward(Protocol):
-    """A model with the key-value cache of one batch. Prompts are read first, by one or more passes; then come steps."""
+    """A model with the key-value cache of one batch. Prompts are read first, by one or more passes; then come
+    steps."""
 
-    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor | None:
+    def read(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
+    ) -> torch.Tensor | None:
         """Read prompts, which are those of the next rows of the batch.
 
         Args:
@@ -61,8 +67,8 @@ class Forward(Protocol):
 
         Args:
             tokens: [b] int64 on the device.
-            lengths: [b] int64 on the device, of each row its tokens, this one among them. What it has more in the cache is padding, on
-                the left.
+            lengths: [b] int64 on the device, of each row its tokens, this one among them. What it has more in
+                the cache is padding, on the left.
 
         Returns:
             [b, V] logits after it, as ``read``; they hold until the next step.
@@ -73,7 +79,8 @@ class Forward(Protocol):
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a ``Forward`` with an empty cache for so many rows and positions; the one before is not needed any more."""
+"""Makes a ``Forward`` with an empty cache for so many rows and positions; the one before is not needed any
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ class Decoder:
         device: where the model wants its tokens.
         longest: most tokens of prompt and answer together.
         rows_at_once: most rows of a batch; None for all.
-        one_pass: a batch reads all its prompts in one pass, because what several passes cached could not be put together.
+        one_pass: a batch reads all its prompts in one pass, because what several passes cached could not be
+            put together.
         graphs: runs what has fixed shapes.
     """
 
@@ -99,20 +107,24 @@ class Decoder:
     graphs: Graphs = field(default_factory=Graphs)
 
 
-def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+def decode(
+    decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+) -> BatchedDataDict[Any]:
     """Continue every prompt.
 
     Args:
         decoder: the model; it is in evaluation mode.
-        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry a row), ``max_new_tokens``
-            [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are drawn from this process's generator.
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry
+            a row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are
+            drawn from this process's generator.
         config: the generation configuration.
         tokenizer: decodes answers for stop strings.
         greedy: take the most likely token instead of sampling.
 
     Returns:
-        ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and padding; ``generation_lengths``
-        [B]; ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True where a length limit and not a stop ended the answer.
+        ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and
+        padding; ``generation_lengths`` [B]; ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True
+        where a length limit and not a stop ended the answer.
 
     Raises:
         BatchError: a stop string is empty.
@@ -137,11 +149,19 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, 
     size = _CacheSize(min(rows_at_once, len(answered)), positions)
     answers = _Answers.empty(len(lengths), longest_answer)
     # Sorted, so that prompts of a batch have like lengths and little padding.
-    for rows in np.array_split(lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)):
+    for rows in np.array_split(
+        lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)
+    ):
         names = rows.tolist()
         stop = StopRules(config["stop_token_ids"] or [], [stop_strings[row] for row in names], tokenizer)
-        uniforms = None if greedy else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
-        batch = _Decoding(decoder, names, [prompts[row] for row in names], allowed[rows], uniforms, settings, longest_answer)
+        uniforms = (
+            None
+            if greedy
+            else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
+        )
+        batch = _Decoding(
+            decoder, names, [prompts[row] for row in names], allowed[rows], uniforms, settings, longest_answer
+        )
         batch.run(size, stop)
         answers.put(rows, batch.answers)
     return _assembled(ids, lengths, answers, int(config["pad_token_id"]))
@@ -149,7 +169,8 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, 
 
 @dataclass(frozen=True, slots=True)
 class _CacheSize:
-    """Rows and positions of the largest batch. All batches have a cache of this size, so that it can be the same memory."""
+    """Rows and positions of the largest batch. All batches have a cache of this size, so that it can be the
+    same memory."""
 
     rows: int
     positions: int
@@ -157,8 +178,8 @@ class _CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Answers of some rows: tokens [b, n] int64 and their log-probabilities float32, of each row as many as ``counts`` [b] int64 says, and
-    whether a stop ended it, ``stopped`` [b] bool."""
+    """Answers of some rows: tokens [b, n] int64 and their log-probabilities float32, of each row as many as
+    ``counts`` [b] int64 says, and whether a stop ended it, ``stopped`` [b] bool."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -168,7 +189,10 @@ class _Answers:
     @classmethod
     def empty(cls, rows: int, longest: int) -> _Answers:
         return cls(
-            np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32), np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
+            np.zeros((rows, longest), np.int64),
+            np.zeros((rows, longest), np.float32),
+            np.zeros(rows, np.int64),
+            np.zeros(rows, np.bool_),
         )
 
     def put(self, rows: np.ndarray, other: _Answers) -> None:
@@ -197,7 +221,8 @@ class _Decoding:
         names: rows of the prompts in the data, for messages.
         prompts: token ids.
         allowed: [b] tokens that each answer may have.
-        uniforms: [b, n] float64 on the device, the random numbers of each row; None takes the most likely tokens.
+        uniforms: [b, n] float64 on the device, the random numbers of each row; None takes the most likely
+            tokens.
         settings: how tokens are chosen.
         longest_answer: what ``answers`` have room for.
     """
@@ -229,7 +254,11 @@ class _Decoding:
         forward = self.decoder.start(size.rows, size.positions)
         logits = self._prefill(forward, rows.tolist())
         lengths = self._on_device([len(self.prompts[row]) for row in rows.tolist()])
-        uniforms = self.uniforms if self.uniforms is None or len(rows) == len(self.prompts) else self.uniforms[self._on_device(rows)]
+        uniforms = (
+            self.uniforms
+            if self.uniforms is None or len(rows) == len(self.prompts)
+            else self.uniforms[self._on_device(rows)]
+        )
         done = 0
         while True:
             chosen = self._choose(len(rows), logits, None if uniforms is None else uniforms[:, done])
@@ -248,8 +277,8 @@ class _Decoding:
             logits = forward.step(newest, lengths)
 
     def _kept(self, is_open: np.ndarray) -> np.ndarray:
-        """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes are few, some that have
-        ended; none where none is open."""
+        """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes
+        are few, some that have ended; none where none is open."""
         rows, staying = len(is_open), int(is_open.sum())
         if self.decoder.graphs.few_sizes:
             size = 1
@@ -264,12 +293,15 @@ class _Decoding:
         return kept
 
     def _prefill(self, forward: Forward, rows: list[int]) -> torch.Tensor | None:
-        """Read each different prompt once; return the logits [rows, V] after them. ``rows`` begin with the shortest."""
+        """Read each different prompt once; return the logits [rows, V] after them. ``rows`` begin with the
+        shortest."""
         places: dict[tuple[int, ...], int] = {}
         # Responses to one prompt are GRPO's usual case: it is read once for all of them.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
         prompts = list(places)
-        ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
+        ends = (
+            [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
+        )
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
             # prompts of one length are in one pass, and rows are in
@@ -279,7 +311,9 @@ class _Decoding:
         given = [logits for logits in found if logits is not None]
         return torch.cat(given) if given else None
 
-    def _read(self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int) -> torch.Tensor | None:
+    def _read(
+        self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int
+    ) -> torch.Tensor | None:
         """One pass over prompts, the longest last."""
         tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
         for place, prompt in enumerate(prompts):
@@ -288,7 +322,8 @@ class _Decoding:
         return forward.read(tokens.to(self.decoder.device), lengths, self._on_device(prompt_of), end)
 
     def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:
-        """[2, rows] float64 on the device: the next tokens and their log-probabilities. The last pipeline stage chooses, all learn."""
+        """[2, rows] float64 on the device: the next tokens and their log-probabilities. The last pipeline
+        stage chooses, all learn."""
         if logits is None:
             # float64 holds token ids exactly, so that tokens and log-probabilities travel in one broadcast.
             chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
@@ -298,17 +333,24 @@ class _Decoding:
         return self.decoder.groups.from_last_stage(chosen)
 
     def _chosen(self, logits: torch.Tensor, *uniforms: torch.Tensor) -> torch.Tensor:
-        tokens, logprobs = choose_tokens(logits, uniforms[0] if uniforms else logits.new_empty(0), self.settings)
+        tokens, logprobs = choose_tokens(
+            logits, uniforms[0] if uniforms else logits.new_empty(0), self.settings
+        )
         return torch.stack([tokens.double(), logprobs.double()])
 
     def _write(self, rows: np.ndarray, done: int, chosen: np.ndarray, stop: StopRules) -> None:
-        """Keep the tokens [2, rows] of the rows that are open, which have ``done`` tokens each, and see which of them end."""
+        """Keep the tokens [2, rows] of the rows that are open, which have ``done`` tokens each, and see which
+        of them end."""
         is_open = self.open[rows]
         writing = rows[is_open]
         tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
         self._refuse_nan(writing, done, values)
         answers = self.answers
-        answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = tokens, values, done + 1
+        answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = (
+            tokens,
+            values,
+            done + 1,
+        )
         finished = stop.finished(writing, tokens, answers.tokens[:, : done + 1])
         answers.stopped[writing] = finished
         self.open[writing] = ~finished & (done + 1 < self.allowed[writing])
@@ -317,12 +359,15 @@ class _Decoding:
         return torch.as_tensor(numbers, dtype=torch.int64).to(self.decoder.device)
 
     def _refuse_nan(self, rows: np.ndarray, done: int, values: np.ndarray) -> None:
-        """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the chosen token's."""
+        """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the
+        chosen token's."""
         wrong = rows[~np.isfinite(values)].tolist()
         if wrong:
             raise GenerationError(
-                f"row {self.names[wrong[0]]}: the logits of answer token {done} (position {len(self.prompts[wrong[0]]) + done}) are not "
-                f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. Fix: see whether the weights are "
+                f"row {self.names[wrong[0]]}: the logits of answer token {done} (position "
+                f"{len(self.prompts[wrong[0]]) + done}) are not "
+                f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. "
+                "Fix: see whether the weights are "
                 "finite, or use float32 or bfloat16 instead of float16"
             )
 
@@ -334,7 +379,8 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
         lengths: of the prompts, the shortest first.
 
     Returns:
-        The prompt that each pass ends before; the last one is their number. Prompts of one length are in one pass.
+        The prompt that each pass ends before; the last one is their number. Prompts of one length are in one
+        pass.
     """
     distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
@@ -353,7 +399,9 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
 
 def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:
     """The NeMo-RL policy API's output tensors, of prompts [B, S] of ``lengths`` [B]."""
-    tokens, logprobs, counts, stopped = map(torch.from_numpy, (answers.tokens, answers.logprobs, answers.counts, answers.stopped))
+    tokens, logprobs, counts, stopped = map(
+        torch.from_numpy, (answers.tokens, answers.logprobs, answers.counts, answers.stopped)
+    )
     totals = lengths + counts
     width = int(totals.max()) if len(totals) else 0
     found = torch.full((len(totals), width), pad, dtype=torch.int64)

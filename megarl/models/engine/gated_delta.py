@@ -1,22 +1,27 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) as pure functions: in chunks, step by step, packed, and context parallel.
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) as pure functions: in chunks, step by step,
+packed, and context parallel.
 
-A head keeps a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to 1) changes and reads it:
+A head keeps a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to
+1) changes and reads it:
 
     S <- exp(g) (I - b k k') S + b k v',    o = S' q
 
-Inside a chunk of C tokens, with c the cumulative sum of g, the corrections x of all its tokens solve one triangular system,
+Inside a chunk of C tokens, with c the cumulative sum of g, the corrections x of all its tokens solve one
+triangular system,
 
     x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
 
-and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j'. Only
-exponents that are at most 0 are ever taken. Chunks begin anew with every run, so that no state crosses a border.
+and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j
+exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin anew with every run,
+so that no state crosses a border.
 
-A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and M of their runs, [K, V + K]
-numbers a head whatever the length, and put them together in order: the result is exact. M and what the outputs owe to the state at the
-beginning come out of the same pass, as K more columns of values that are 0 behind a state that is the identity.
+A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and
+M of their runs, [K, V + K] numbers a head whatever the length, and put them together in order: the result is
+exact. M and what the outputs owe to the state at the beginning come out of the same pass, as K more columns
+of values that are 0 behind a state that is the identity.
 
-Legend: t tokens, R runs (one sequence each, or two of each sequence that context-parallel ranks share), H key heads, G value heads (a
-multiple of H), n chunks, W width of the convolution.
+Legend: t tokens, R runs (one sequence each, or two of each sequence that context-parallel ranks share), H key
+heads, G value heads (a multiple of H), n chunks, W width of the convolution.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def log_decays(inputs: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``-exp(A_log) softplus(inputs + dt_bias)`` in float32 at least, [..., G] of inputs [..., G] and parameters [G]."""
+    """``-exp(A_log) softplus(inputs + dt_bias)`` in float32 at least, [..., G] of inputs [..., G] and
+    parameters [G]."""
     dtype = wide_dtype(inputs)
     return -log_rates.to(dtype).exp() * F.softplus(inputs.to(dtype) + bias.to(dtype))
 
@@ -66,10 +72,12 @@ def gated_delta_rule(
     starts: tuple[int, ...],
     context: ContextShare = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of all tokens, and the state behind each run. Differentiable. A collective over context-parallel ranks.
+    """Outputs of all tokens, and the state behind each run. Differentiable. A collective over
+    context-parallel ranks.
 
     Args:
-        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit length. Queries are scaled by 1/sqrt(K) here.
+        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit length. Queries
+            are scaled by 1/sqrt(K) here.
         value: [t, G, V].
         log_decay, step_size: [t, G].
         starts: where sequences begin over all context-parallel ranks; the last entry is the end.
@@ -114,7 +122,8 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, of which nothing is computed in the first chunks.
+        initial: [1, G, K, V], the state before each run; None for 0, of which nothing is computed in the
+            first chunks.
         plan: of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
@@ -140,7 +149,9 @@ def _scan(
         strict=True,
     )
     behind = steps[1:] if fresh else steps
-    reads = iter(of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind))
+    reads = iter(
+        of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind)
+    )
     keeps = iter(since_start[fresh:, :, -1, None, None].flatten(0, 1).split(behind))
     # Chunks of all runs side by side, first with first: as many products as the longest run has chunks.
     state = None if initial is None else initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
@@ -158,14 +169,18 @@ def _scan(
         # reads what is below the diagonal alone
         correction = torch.linalg.solve_triangular(triangle, rest, upper=False, unitriangular=True)
         corrections.append(correction)
-        state = written @ correction if state is None else torch.baddbmm(next(keeps) * state, written, correction)
+        state = (
+            written @ correction if state is None else torch.baddbmm(next(keeps) * state, written, correction)
+        )
     assert state is not None, "there is no run without a chunk"
     ended.append(state)
     inside = inside.flatten(0, 1)
     outputs = [inside[: heads * fresh] @ corrections.pop(0)] if fresh else []
     if before:
         asked = of_heads(query[fresh:], since_start[fresh:].unsqueeze(-1)).flatten(0, 1)
-        outputs.append(torch.baddbmm(asked @ torch.cat(before), inside[heads * fresh :], torch.cat(corrections)))
+        outputs.append(
+            torch.baddbmm(asked @ torch.cat(before), inside[heads * fresh :], torch.cat(corrections))
+        )
     states = torch.cat(ended[::-1]).unflatten(0, (plan.runs, heads))
     return torch.cat(outputs).unflatten(0, (-1, heads)), states.index_select(0, plan.place_of_run)
 
@@ -191,7 +206,12 @@ def _entering_states(states: torch.Tensor, width: int, context: ContextShare) ->
 
 
 def gated_delta_step(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, step_size: torch.Tensor, state: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_size: torch.Tensor,
+    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and state after one more token of each row.
 
@@ -205,15 +225,21 @@ def gated_delta_step(
         [b, G, V] and [b, G, K, V] in the dtype of ``state``.
     """
     dtype, group = state.dtype, value.shape[1] // key.shape[1]
-    query, key = ((heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2) for heads in (query * key.shape[-1] ** -0.5, key))
+    query, key = (
+        (heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2)
+        for heads in (query * key.shape[-1] ** -0.5, key)
+    )
     kept = log_decay.to(dtype).exp()[..., None, None] * state
     correction = step_size.to(dtype)[..., None, None] * (value.to(dtype).unsqueeze(-2) - key @ kept)
     state = kept + key.mT @ correction
     return (query @ state).squeeze(-2), state
 
 
-def causal_convolution(inputs: torch.Tensor, weight: torch.Tensor, starts: tuple[int, ...], context: ContextShare = ALONE) -> torch.Tensor:
-    """Each channel convolved over the ``W`` last tokens of its own sequence. Differentiable. A collective over context-parallel ranks.
+def causal_convolution(
+    inputs: torch.Tensor, weight: torch.Tensor, starts: tuple[int, ...], context: ContextShare = ALONE
+) -> torch.Tensor:
+    """Each channel convolved over the ``W`` last tokens of its own sequence. Differentiable. A collective
+    over context-parallel ranks.
 
     Args:
         inputs: [t, channels], the part of this context-parallel rank.
@@ -229,7 +255,9 @@ def causal_convolution(inputs: torch.Tensor, weight: torch.Tensor, starts: tuple
     if context.size > 1:
         earlier = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
     # in front of every run the tokens before it, which are 0 where its sequence begins
-    source = torch.cat((inputs.new_zeros(1, inputs.shape[1]), *((earlier,) if context.size > 1 else ()), inputs))
+    source = torch.cat(
+        (inputs.new_zeros(1, inputs.shape[1]), *((earlier,) if context.size > 1 else ()), inputs)
+    )
     convolved: torch.Tensor = _Convolution.apply(source.index_select(0, plan.order), weight)  # type: ignore[no-untyped-call]
     return convolved.index_select(0, plan.outputs)
 
@@ -259,7 +287,10 @@ class _Convolution(torch.autograd.Function):
         for column, factors in enumerate(others):
             of_inputs[column : column + len(gradient)].addcmul_(gradient, factors)
         # into one memory: on a CPU, new pages cost more than the products
-        columns = [torch.mul(inputs[column : column + len(gradient)], gradient, out=products).sum(0) for column in range(len(others) + 1)]
+        columns = [
+            torch.mul(inputs[column : column + len(gradient)], gradient, out=products).sum(0)
+            for column in range(len(others) + 1)
+        ]
         return of_inputs, torch.stack(columns, dim=1)
 
 
@@ -271,7 +302,8 @@ def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time of the longest runs first.
+    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time of
+    the longest runs first.
 
     Attributes:
         runs: R.
@@ -319,9 +351,14 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     slots = torch.where(is_token, (torch.tensor(begins)[runs, None] + column).flatten(), 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
-    sent = [sent_to(tensor, device) for tensor in (slots, places, runs, torch.tensor(order).argsort(), is_token[:, None])]
+    sent = [
+        sent_to(tensor, device)
+        for tensor in (slots, places, runs, torch.tensor(order).argsort(), is_token[:, None])
+    ]
     slots, places, runs, place_of_run, filled = sent
-    return _Plan(len(lengths), going, slots, None if bool(is_token.all()) else filled, places, runs, place_of_run)
+    return _Plan(
+        len(lengths), going, slots, None if bool(is_token.all()) else filled, places, runs, place_of_run
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +368,8 @@ class _TailPlan:
     Attributes:
         tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
         starts: where sequences begin in the tails of all ranks.
-        order: [t + R (W - 1)] int64, the runs, each behind the W - 1 tokens before it, in one zero, the tails of all ranks and the tokens.
+        order: [t + R (W - 1)] int64, the runs, each behind the W - 1 tokens before it, in one zero, the tails
+            of all ranks and the tokens.
         outputs: [t] int64, where the result of each token is.
     """
 
@@ -345,7 +383,10 @@ class _TailPlan:
 def _tail_plan(starts: tuple[int, ...], rank: int, size: int, width: int, device: torch.device) -> _TailPlan:
     context, reach = ContextShare(rank, size), width - 1
     # a run that is shorter than the reach of the convolution is all tail
-    kept = [min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0]) for start, end in itertools.pairwise(starts)]
+    kept = [
+        min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0])
+        for start, end in itertools.pairwise(starts)
+    ]
     per_sequence = 1 if context.size == 1 else 2 * context.size
     tail_starts = (0, *itertools.accumulate(per_sequence * count for count in kept))
     of_runs = (0,) if context.size == 1 else (context.rank, per_sequence - 1 - context.rank)
@@ -356,7 +397,10 @@ def _tail_plan(starts: tuple[int, ...], rank: int, size: int, width: int, device
             length = last - first
             tails.append(torch.arange(begin + length - kept[sequence], begin + length))
             before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
-            order += [torch.where(before < 0, 0, 1 + tail_starts[sequence] + before), torch.arange(length) + first_token + begin]
+            order += [
+                torch.where(before < 0, 0, 1 + tail_starts[sequence] + before),
+                torch.arange(length) + first_token + begin,
+            ]
             outputs.append(torch.arange(laid, laid + length))
             begin, laid = begin + length, laid + length + reach
     joined = [sent_to(torch.cat(parts), device) for parts in (tails, order, outputs)]

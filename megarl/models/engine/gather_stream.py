@@ -1,7 +1,9 @@
-"""Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one or many at once.
+"""Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one
+or many at once.
 
-Where every element comes from is said as copies between two flat tensors, of which few are left (``weight_sync.plan``). Buckets are
-gathered into pages that the kernel handed out, and cleared, once and not for every bucket.
+Where every element comes from is said as copies between two flat tensors, of which few are left
+(``weight_sync.plan``). Buckets are gathered into pages that the kernel handed out, and cleared, once and not
+for every bucket.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class SpareMemory:
         self._pieces: list[torch.Tensor] = []
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[count], undefined: a spare piece that is large enough, or new memory in place of one that is not."""
+        """[count], undefined: a spare piece that is large enough, or new memory in place of one that is
+        not."""
         nbytes = count * dtype.itemsize
         for index, piece in enumerate(self._pieces):
             if piece.numel() >= nbytes and piece.device == device:
@@ -34,9 +37,12 @@ class SpareMemory:
         return torch.empty(count, dtype=dtype, device=device)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Make the whole memory of ``tensor`` a spare piece; nobody may look at any part of it from now on."""
+        """Make the whole memory of ``tensor`` a spare piece; nobody may look at any part of it from now
+        on."""
         if tensor.numel() and not tensor.is_meta:
-            self._pieces.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()))
+            self._pieces.append(
+                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            )
 
 
 Item = TypeVar("Item")
@@ -93,7 +99,8 @@ class UnshardPlan:
 
         Args:
             shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may lie in it.
-            spare: where the memory of ``shards`` is from, and goes if no tensor lies in it; None where it is somebody's.
+            spare: where the memory of ``shards`` is from, and goes if no tensor lies in it; None where it is
+                somebody's.
         """
         copied = (spare or SpareMemory()).empty(self._length, shards.dtype, shards.device)
         for copy in self._copies:
@@ -115,7 +122,8 @@ class UnshardPlan:
 
 
 def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Neighbours that take at most ``most`` bytes together, or one that alone takes more; ``size_of`` gives bytes."""
+    """Neighbours that take at most ``most`` bytes together, or one that alone takes more; ``size_of`` gives
+    bytes."""
     bucket: list[Item] = []
     taken = 0
     for item in items:
@@ -136,11 +144,16 @@ class InFlightBucket:
         unshard_plan: of the tensors.
         shards: [ranks, elements of a rank's shards], see ``UnshardPlan.flats``.
         pending: the collective that brings them; None where they are there.
-        spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None where it is somebody's.
+        spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None
+            where it is somebody's.
     """
 
     def __init__(
-        self, unshard_plan: UnshardPlan, shards: torch.Tensor, pending: dist.Work | None, spare: SpareMemory | None = None
+        self,
+        unshard_plan: UnshardPlan,
+        shards: torch.Tensor,
+        pending: dist.Work | None,
+        spare: SpareMemory | None = None,
     ) -> None:
         self.unshard_plan = unshard_plan
         self._shards = shards
@@ -187,7 +200,8 @@ class GatherStream(FlatBucketIterator):
         self._pairs = None
 
     def _is_at_end(self) -> bool:
-        """Whether no tensor is left, after going on to the next bucket in flight where none is left of the present one."""
+        """Whether no tensor is left, after going on to the next bucket in flight where none is left of the
+        present one."""
         while self._next == self._count:
             self._leave()
             arrived = next(self._arrived, None)
@@ -198,7 +212,8 @@ class GatherStream(FlatBucketIterator):
         return False
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        """Name and tensor, contiguous. It is nobody else's; but many lie in one storage, which is there for as long as one is kept."""
+        """Name and tensor, contiguous. It is nobody else's; but many lie in one storage, which is there for
+        as long as one is kept."""
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._unshard_plan is not None
@@ -209,11 +224,14 @@ class GatherStream(FlatBucketIterator):
         return next(self._pairs)
 
     def take(self, most: int) -> FlatBucket | None:
-        """Tensors of the present bucket in flight that come next, from one up to ``most``; None after the last one."""
+        """Tensors of the present bucket in flight that come next, from one up to ``most``; None after the
+        last one."""
         if self._is_at_end():
             return None
         assert self._unshard_plan is not None
-        flat_bucket = FlatBucket(self._unshard_plan.places, self._next, min(most, self._count - self._next), self._flats)
+        flat_bucket = FlatBucket(
+            self._unshard_plan.places, self._next, min(most, self._count - self._next), self._flats
+        )
         self._next += flat_bucket.count
         self._pairs = None
         return flat_bucket
@@ -224,7 +242,9 @@ class GatherStream(FlatBucketIterator):
         self._arrived.close()
 
 
-def _one_ahead(arrivals: Iterable[InFlightBucket]) -> Generator[tuple[UnshardPlan, tuple[torch.Tensor, ...], SpareMemory | None]]:
+def _one_ahead(
+    arrivals: Iterable[InFlightBucket],
+) -> Generator[tuple[UnshardPlan, tuple[torch.Tensor, ...], SpareMemory | None]]:
     """Each bucket in flight once it is there, with the next one on its way."""
     setting_out = iter(arrivals)
     coming = next(setting_out, None)

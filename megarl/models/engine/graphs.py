@@ -1,6 +1,8 @@
-"""CUDA graphs of functions whose shapes are fixed: one launch in the place of hundreds, which take a host longer than the device computes.
+"""CUDA graphs of functions whose shapes are fixed: one launch in the place of hundreds, which take a host
+longer than the device computes.
 
-A decoding step of a model of 1.5 billion parameters has 620 kernels that run for 5 ms; launched one by one they take 72.
+A decoding step of a model of 1.5 billion parameters has 620 kernels that run for 5 ms; launched one by one
+they take 72.
 """
 
 from __future__ import annotations
@@ -15,22 +17,26 @@ import torch
 logger = logging.getLogger(__name__)
 
 Function: TypeAlias = Callable[..., torch.Tensor]
-"""Of tensors. All else that it reads and writes has to stay where it is: parameters, a cache, a position that is a tensor. Python's numbers
-are those of the call that is recorded, so that they have to follow from the key."""
+"""Of tensors. All else that it reads and writes has to stay where it is: parameters, a cache, a position that
+is a tensor. Python's numbers are those of the call that is recorded, so that they have to follow from the
+key."""
 
 
 class Capture(Protocol):
     """Records the device work of a function."""
 
     def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a function once, whose libraries get what they need there: handles, workspaces, compiled kernels, communicators."""
+        """Run a function once, whose libraries get what they need there: handles, workspaces, compiled
+        kernels, communicators."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record a function, which may be run or not; return what runs it, and the tensor that its result then is in."""
+        """Record a function, which may be run or not; return what runs it, and the tensor that its result
+        then is in."""
 
 
 class CudaCapture:
-    """Records CUDA graphs, all of them in one pool of memory: they are run one at a time, and a result is read before the next one.
+    """Records CUDA graphs, all of them in one pool of memory: they are run one at a time, and a result is
+    read before the next one.
 
     Args:
         device: a CUDA device.
@@ -69,12 +75,14 @@ class _Recorded:
 
 @dataclass
 class Graphs:
-    """Runs functions of fixed shapes: each key's first call as it is, which warms up, later ones from a recording.
+    """Runs functions of fixed shapes: each key's first call as it is, which warms up, later ones from a
+    recording.
 
     Attributes:
         capture: records; None runs every call as it is.
-        few_sizes: shapes had better be few. It stays so after a recording has failed: what leaves a batch depends on it, and the ranks of
-            a model, of which another may go on recording, have to let the same rows leave.
+        few_sizes: shapes had better be few. It stays so after a recording has failed: what leaves a batch
+            depends on it, and the ranks of a model, of which another may go on recording, have to let the
+            same rows leave.
     """
 
     capture: Capture | None = None
@@ -88,7 +96,8 @@ class Graphs:
         """Return ``function(*inputs)``.
 
         Args:
-            key: of all that ``function`` depends on but for tensors' values; shapes of ``inputs`` are added to it.
+            key: of all that ``function`` depends on but for tensors' values; shapes of ``inputs`` are added
+                to it.
             function: see ``Function``.
             inputs: are copied to tensors that stay.
 
@@ -109,7 +118,9 @@ class Graphs:
                 recorded.replay, recorded.result = self.capture.record(lambda: function(*recorded.inputs))
             except RuntimeError as error:
                 _failures.append(str(error))
-                logger.warning("decoding without CUDA graphs, which is slower: a step could not be recorded: %s", error)
+                logger.warning(
+                    "decoding without CUDA graphs, which is slower: a step could not be recorded: %s", error
+                )
                 self.capture = None
                 return function(*recorded.inputs)
         recorded.replay()
@@ -123,10 +134,12 @@ _logged: set[str] = set()
 
 
 def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
-    """Graphs of a device; without recording on a CPU, where there is a ``refusal``, which is logged once, and after a recording has failed.
+    """Graphs of a device; without recording on a CPU, where there is a ``refusal``, which is logged once, and
+    after a recording has failed.
 
-    Graphs have addresses of parameters and of a cache. They are made for one call of generation and go with it: between two calls
-    parameters leave the device and come back elsewhere, and training needs the memory of the cache.
+    Graphs have addresses of parameters and of a cache. They are made for one call of generation and go with
+    it: between two calls parameters leave the device and come back elsewhere, and training needs the memory
+    of the cache.
     """
     if device.type != "cuda":
         return Graphs()

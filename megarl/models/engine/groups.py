@@ -1,4 +1,5 @@
-"""The process groups of one worker, as the engine needs them, and calls that rank 0 alone makes while the others wait.
+"""The process groups of one worker, as the engine needs them, and calls that rank 0 alone makes while the
+others wait.
 
 A backend builds them; nothing here knows which.
 """
@@ -71,7 +72,11 @@ class ParallelGroups:
     @property
     def context_share(self) -> ContextShare:
         """This process's part of every sequence."""
-        return ContextShare(self.context_rank, self.context_size, self.context, self.ring) if self.context_size > 1 else ContextShare()
+        return (
+            ContextShare(self.context_rank, self.context_size, self.context, self.ring)
+            if self.context_size > 1
+            else ContextShare()
+        )
 
     @property
     def is_first_stage(self) -> bool:
@@ -83,7 +88,8 @@ class ParallelGroups:
 
     @property
     def is_first_in_stage(self) -> bool:
-        """Return whether this process is the one of its pipeline stage that stands first in all other dimensions."""
+        """Return whether this process is the one of its pipeline stage that stands first in all other
+        dimensions."""
         return self.tensor_rank == self.context_rank == self.data_rank == 0
 
     @property
@@ -102,7 +108,8 @@ class ParallelGroups:
         return values
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` of the last pipeline stage, on every stage; the tensor has to have the same shape and dtype everywhere."""
+        """``values`` of the last pipeline stage, on every stage; the tensor has to have the same shape and
+        dtype everywhere."""
         if self.pipeline_size > 1:
             dist.broadcast(values, src=self.last_stage_global_rank, group=self.pipeline)
         return values
@@ -118,7 +125,8 @@ class ParallelGroups:
 
 @contextlib.contextmanager
 def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
-    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``), so that none waits for ever."""
+    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``),
+    so that none waits for ever."""
     failure: Exception | None = None
     try:
         yield dist.get_rank() == 0

@@ -67,7 +67,9 @@ class HostAdam:
         self._buffers = [self._made() for _ in range(3)]
 
     def _made(self) -> _Buffers:
-        gradient, weights = (torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2))
+        gradient, weights = (
+            torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)
+        )
         return _Buffers(gradient, weights, torch.cuda.Event() if self._is_cuda else None)
 
     def begin(self) -> None:
@@ -94,7 +96,9 @@ class HostAdam:
                 gradient.mul_(parameters.gradient_factor)
             assert shard.master is not None, "what is in host memory has master weights there"
             step_slice(shard, settings, parameters, first, last, shard.master[first:last], gradient)
-            weights = _typed(buffers.weights, shard.weights.dtype, last - first).copy_(shard.master[first:last])
+            weights = _typed(buffers.weights, shard.weights.dtype, last - first).copy_(
+                shard.master[first:last]
+            )
             with self._on_stream():
                 shard.weights[first:last].copy_(weights, non_blocking=True)
                 self._record(buffers)
@@ -109,7 +113,9 @@ class HostAdam:
             # the CPU writes weights into them once the gradient is there
             buffers.copied.synchronize()
         with self._on_stream():
-            _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(shard.gradient[first:last], non_blocking=True)
+            _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(
+                shard.gradient[first:last], non_blocking=True
+            )
             self._record(buffers)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -120,7 +126,9 @@ class HostAdam:
             buffers.copied.record(self._stream)
 
 
-def _slices(shards: Sequence[tuple[Shard, Hyperparameters]]) -> Iterator[tuple[Shard, Hyperparameters, int, int]]:
+def _slices(
+    shards: Sequence[tuple[Shard, Hyperparameters]],
+) -> Iterator[tuple[Shard, Hyperparameters, int, int]]:
     for shard, parameters in shards:
         count = shard.weights.numel()
         for first in range(0, count, SLICE):

@@ -1,10 +1,11 @@
-"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once forward, and read and written once
-backward.
+"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once
+forward, and read and written once backward.
 
-They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference. Triton's interpreter runs them
-on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for
-devices that are not there. On an H200 they give the numbers of the CPU; their block sizes are not tuned. Equal inputs give equal bits: each
-row is summed by one program, in one order.
+They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference.
+Triton's interpreter runs them on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and
+``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for devices that are not there. On an H200 they give
+the numbers of the CPU; their block sizes are not tuned. Equal inputs give equal bits: each row is summed by
+one program, in one order.
 
 Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding.
 """
@@ -51,8 +52,9 @@ def _statistics(
     with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018), its target's logit; for
-    entropies the sum of exponentials times logits too, both relative to the maximum, which moves in the same way."""
+    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018),
+    its target's logit; for entropies the sum of exponentials times logits too, both relative to the maximum,
+    which moves in the same way."""
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
     maximum = LOWEST + 0.0
@@ -116,7 +118,9 @@ def _gradient(
     is_target = columns == tl.load(targets + row) - start
     part += tl.where(is_target, tl.load(target_weights + row), 0.0)
     part = tl.where(columns < own, part, 0.0)
-    tl.store(gradient + row * gradient_stride + columns, part.to(gradient.dtype.element_ty), mask=columns < width)
+    tl.store(
+        gradient + row * gradient_stride + columns, part.to(gradient.dtype.element_ty), mask=columns < width
+    )
 
 
 INTERPRETED = not isinstance(_statistics, triton.JITFunction)
@@ -138,8 +142,9 @@ def statistics(
     bounds: torch.Tensor | None,
     with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank); for
-    entropies [4, T], with the sum of exponentials times logits, both relative to the maximum.
+    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives
+    on another rank); for entropies [4, T], with the sum of exponentials times logits, both relative to the
+    maximum.
 
     Args:
         logits: [T, V] of any floating dtype; columns adjacent, rows may lie apart.
@@ -147,7 +152,8 @@ def statistics(
         start: vocabulary index of the first column.
         own: columns that are no padding, at least 1.
         temperature: what logits are divided by.
-        bounds: [T] float32: columns with a smaller scaled logit are left out of the sums; None leaves out none.
+        bounds: [T] float32: columns with a smaller scaled logit are left out of the sums; None leaves out
+            none.
         with_entropies: the fourth row is asked for.
     """
     tokens = logits.shape[0]
@@ -183,8 +189,8 @@ def write_gradient(
     target_weight: torch.Tensor,
     slope: torch.Tensor | None = None,
 ) -> None:
-    """Write ``exp(x) (scale + slope x)`` of each scaled logit that is not left out, x relative to the maximum, plus ``target_weight`` at
-    the target.
+    """Write ``exp(x) (scale + slope x)`` of each scaled logit that is not left out, x relative to the
+    maximum, plus ``target_weight`` at the target.
 
     Args:
         gradient: [T, V], written to, columns of padding with 0; columns adjacent; it may be ``logits``.

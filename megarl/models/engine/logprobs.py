@@ -1,26 +1,29 @@
-"""Log-probabilities of given tokens, and entropies of the distributions they are from, by logits that are split over the vocabulary.
+"""Log-probabilities of given tokens, and entropies of the distributions they are from, by logits that are
+split over the vocabulary.
 
 Legend: T tokens, V vocabulary columns of this rank, R tensor-parallel ranks.
 
-For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` over the true vocabulary (t: temperature). Each rank reduces
-its own columns to three numbers a token (maximum, sum of exponentials, target logit); one all-gather a micro-batch brings them together.
-The backward pass needs no communication: the gradient of a column depends on that column, the maximum and the sum alone. The maximum is
-always subtracted first, and never added to the logarithm of the sum, which large logits would round away.
+For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` over the true vocabulary (t:
+temperature). Each rank reduces its own columns to three numbers a token (maximum, sum of exponentials, target
+logit); one all-gather a micro-batch brings them together. The backward pass needs no communication: the
+gradient of a column depends on that column, the maximum and the sum alone. The maximum is always subtracted
+first, and never added to the logarithm of the sum, which large logits would round away.
 
-The entropy of the same distribution p, ``-sum_v p_v log p_v``, takes one number more of each rank in the same pass, the sum of exponentials
-times logits, both relative to the maximum: it is ``log(sum) - E[logit]``. Its derivative by a scaled logit is ``-p_v (log p_v + entropy)``,
-which is written together with that of the log-probability.
+The entropy of the same distribution p, ``-sum_v p_v log p_v``, takes one number more of each rank in the same
+pass, the sum of exponentials times logits, both relative to the maximum: it is ``log(sum) - E[logit]``. Its
+derivative by a scaled logit is ``-p_v (log p_v + entropy)``, which is written together with that of the
+log-probability.
 
-On a CUDA device with Triton one kernel reads the logits once forward, another reads and writes them once backward
-(``megarl.models.engine.logprob_kernels``). The PyTorch code here runs elsewhere, and is their reference; the environment variable
-``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses one of them by hand.
+On a CUDA device with Triton one kernel reads the logits once forward, another reads and writes them once
+backward (``megarl.models.engine.logprob_kernels``). The PyTorch code here runs elsewhere, and is their
+reference; the environment variable ``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses one of them by hand.
 
-Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an all-reduce of their logits, no
-second pass. The derivative of each is that of a target.
+Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an
+all-reduce of their logits, no second pass. The derivative of each is that of a target.
 
 Where tokens are drawn with top-k or top-p, the sum goes over the columns that these keep, and
-over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the edge, and a
-probability of zero would have no gradient that leads back.
+over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it
+over the edge, and a probability of zero would have no gradient that leads back.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, sm
 # float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
 NEGLIGIBLE = -1000.0
-"""The exponential of anything below is 0, also in float64: a product with it may take this in the place of minus infinity."""
+"""The exponential of anything below is 0, also in float64: a product with it may take this in the place of
+minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ def working_dtype(logits: torch.Tensor) -> torch.dtype:
 
 
 def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next chunk."""
+    """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next
+    chunk."""
     tokens, dtype = logits.shape[0], working_dtype(logits)
     # At least one row, and no buffer larger than the rows that there are.
     step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
@@ -86,15 +91,19 @@ def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterato
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide logits in place, each quotient rounded once on every device, so that logits compare with bounds made elsewhere."""
+    """Divide logits in place, each quotient rounded once on every device, so that logits compare with bounds
+    made elsewhere."""
     # by a number of Python's, torch multiplies with its reciprocal on a CUDA device
     return logits.div_(torch.full((), temperature, dtype=logits.dtype, device=logits.device))
 
 
-def _kept_bounds(logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings) -> torch.Tensor | None:
+def _kept_bounds(
+    logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings
+) -> torch.Tensor | None:
     """[T], the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
 
-    Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest ones of each rank.
+    Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest
+    ones of each rank.
     """
     if sampling.keeps_all(shard.size):
         return None
@@ -135,8 +144,9 @@ def _local_statistics(
     bounds: torch.Tensor | None,
     with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T]: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on another rank); for entropies
-    [4, T], with the sum of exponentials times logits, both relative to the maximum."""
+    """[3, T]: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on
+    another rank); for entropies [4, T], with the sum of exponentials times logits, both relative to the
+    maximum."""
     (tokens, columns), dtype = logits.shape, working_dtype(logits)
     own = shard.own(columns)
     statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
@@ -166,25 +176,35 @@ def _local_statistics(
 
 
 def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, ...]:
-    """Over all ranks: target logit, maximum, sum of exponentials relative to it, and for entropies that of them times logits; [T] each."""
+    """Over all ranks: target logit, maximum, sum of exponentials relative to it, and for entropies that of
+    them times logits; [T] each."""
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
     # One gather of three numbers a token, instead of a MAX and a SUM all-reduce, the second of which has to
     # wait for the first.
-    dist.all_gather_into_tensor(gathered.view(shard.ranks * len(statistics), -1), statistics, group=shard.group)
+    dist.all_gather_into_tensor(
+        gathered.view(shard.ranks * len(statistics), -1), statistics, group=shard.group
+    )
     maximum = gathered[:, 0].amax(dim=0)
     below = gathered[:, 0] - maximum
     total = (gathered[:, 1] * below.exp()).sum(dim=0)
     # relative to the largest maximum of all ranks, every logit of a rank is as much less as its maximum is
-    moved = [(gathered[:, 3] + gathered[:, 1] * below.clamp(min=NEGLIGIBLE)) * below.exp()] if len(statistics) > 3 else []
+    moved = (
+        [(gathered[:, 3] + gathered[:, 1] * below.clamp(min=NEGLIGIBLE)) * below.exp()]
+        if len(statistics) > 3
+        else []
+    )
     return gathered[:, 2].sum(dim=0), maximum, total, *(values.sum(dim=0) for values in moved)
 
 
 @functools.cache
 def _kernels(device: str) -> ModuleType | None:
-    """The Triton kernels, where ``MEGARL_LOGPROB_KERNEL`` asks for them; where it is unset, on CUDA devices with Triton."""
-    if not env.flag("MEGARL_LOGPROB_KERNEL", device == "cuda" and importlib.util.find_spec("triton") is not None):
+    """The Triton kernels, where ``MEGARL_LOGPROB_KERNEL`` asks for them; where it is unset, on CUDA devices
+    with Triton."""
+    if not env.flag(
+        "MEGARL_LOGPROB_KERNEL", device == "cuda" and importlib.util.find_spec("triton") is not None
+    ):
         return None
     from megarl.models.engine import logprob_kernels
 
@@ -198,7 +218,8 @@ def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxSums:
-    """Sums over the vocabulary that gradients of log-probabilities and entropies need besides the logits; [T] each, the same on all ranks.
+    """Sums over the vocabulary that gradients of log-probabilities and entropies need besides the logits; [T]
+    each, the same on all ranks.
 
     Attributes:
         maximum: of the scaled logits over the vocabulary.
@@ -223,7 +244,8 @@ def score(
     *,
     with_entropies: bool = False,
 ) -> tuple[torch.Tensor, SoftmaxSums]:
-    """Log-probabilities [T] of ``targets`` [T] by ``logits`` [T, V], which autograd does not see; see ``vocab_parallel_logprobs``."""
+    """Log-probabilities [T] of ``targets`` [T] by ``logits`` [T, V], which autograd does not see; see
+    ``vocab_parallel_logprobs``."""
     bounds = _kept_bounds(logits, shard, sampling)
     statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
     target_logits, maximum, total, *moment = _combine(statistics, shard)
@@ -263,7 +285,8 @@ def score_further(
 
 
 def _own_places(tokens: torch.Tensor, shard: VocabularyShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of this rank for vocabulary indices, any where another rank has them; and where this one has, bool."""
+    """Columns of this rank for vocabulary indices, any where another rank has them; and where this one has,
+    bool."""
     places = tokens - shard.start
     return places.clamp(0, own - 1), (places >= 0) & (places < own)
 
@@ -280,14 +303,15 @@ def gradient_of_logits(
     *,
     overwrite: bool,
 ) -> torch.Tensor:
-    """[T, V] in the dtype of ``logits``: the gradient of a sum of log-probabilities weighted by ``grad_output`` [T], and of entropies
-    weighted by ``grad_entropies`` [T].
+    """[T, V] in the dtype of ``logits``: the gradient of a sum of log-probabilities weighted by
+    ``grad_output`` [T], and of entropies weighted by ``grad_entropies`` [T].
 
     Args:
         logits, targets, shard, temperature: as given to ``score``.
         sums: what it returned.
         grad_output, grad_entropies: float32; the latter None where there are no entropies.
-        further: the tokens [T, K] of ``score_further``, and the weights [T, K] float32 of their log-probabilities; None for none.
+        further: the tokens [T, K] of ``score_further``, and the weights [T, K] float32 of their
+            log-probabilities; None for none.
         overwrite: write the gradient over the logits, and return these.
     """
     columns = logits.shape[1]
@@ -297,11 +321,15 @@ def gradient_of_logits(
         return gradient.zero_()
     weights = _weights_of_gradient(temperature, sums, grad_output, grad_entropies)
     if further is not None:
-        weights = replace(weights, constant=weights.constant - further[1].sum(dim=1) / temperature / sums.total)
+        weights = replace(
+            weights, constant=weights.constant - further[1].sum(dim=1) / temperature / sums.total
+        )
     kernels = _kernels_for(logits)
     if kernels is not None:
         place = (logits, targets, shard.start, own, temperature, sums.bounds)
-        kernels.write_gradient(gradient, *place, sums.maximum, weights.constant, weights.at_target, weights.slope)
+        kernels.write_gradient(
+            gradient, *place, sums.maximum, weights.constant, weights.at_target, weights.slope
+        )
         if overwrite:
             # autograd sees torch's own writes alone; with this it refuses
             # a second backward pass over what is no longer logits
@@ -334,8 +362,9 @@ def gradient_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _GradientWeights:
-    """Factors of a gradient by logits, [T] each: the derivative by a scaled logit x of a row is ``exp(x) (constant + slope x)``, x relative
-    to the maximum, and for the target ``at_target`` more. ``slope`` is None for 0."""
+    """Factors of a gradient by logits, [T] each: the derivative by a scaled logit x of a row is ``exp(x)
+    (constant + slope x)``, x relative to the maximum, and for the target ``at_target`` more. ``slope`` is
+    None for 0."""
 
     constant: torch.Tensor
     slope: torch.Tensor | None
@@ -345,7 +374,8 @@ class _GradientWeights:
 def _weights_of_gradient(
     temperature: float, sums: SoftmaxSums, grad_output: torch.Tensor, grad_entropies: torch.Tensor | None
 ) -> _GradientWeights:
-    """With p = exp(x) / total, ``-p`` by the log-probability of another token, ``-p (log p + entropy)`` by the entropy."""
+    """With p = exp(x) / total, ``-p`` by the log-probability of another token, ``-p (log p + entropy)`` by
+    the entropy."""
     weight = grad_output / temperature
     constant, at_target = -weight / sums.total, weight * (1 - sums.left_out)
     if grad_entropies is None:
@@ -359,7 +389,8 @@ def _weights_of_gradient(
 
 
 class _VocabParallelScores(torch.autograd.Function):
-    """Log-probabilities, entropies where they are wanted, and those of further tokens where there are some."""
+    """Log-probabilities, entropies where they are wanted, and those of further tokens where there are
+    some."""
 
     @staticmethod
     def forward(
@@ -374,18 +405,41 @@ class _VocabParallelScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         values, ctx.sums = score(logits, targets, shard, sampling, with_entropies=with_entropies)
         ctx.save_for_backward(logits, targets, further)
-        ctx.shard, ctx.temperature, ctx.overwrite, ctx.with_entropies = shard, sampling.temperature, overwrite, with_entropies
+        ctx.shard, ctx.temperature, ctx.overwrite, ctx.with_entropies = (
+            shard,
+            sampling.temperature,
+            overwrite,
+            with_entropies,
+        )
         # a copy: what is returned knows this node, which would keep itself alive
         entropies = (ctx.sums.entropies.clone(),) if with_entropies else ()
-        return values, *entropies, *(() if further is None else (score_further(logits, further, shard, sampling.temperature, ctx.sums),))
+        return (
+            values,
+            *entropies,
+            *(
+                ()
+                if further is None
+                else (score_further(logits, further, shard, sampling.temperature, ctx.sums),)
+            ),
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         logits, targets, further = ctx.saved_tensors
         grad_entropies = others[0] if ctx.with_entropies else None
         of_further = None if further is None else (further, others[-1])
         given = (targets, ctx.shard, ctx.temperature, ctx.sums, grad_output, grad_entropies, of_further)
-        return gradient_of_logits(logits.detach(), *given, overwrite=ctx.overwrite), None, None, None, None, None, None
+        return (
+            gradient_of_logits(logits.detach(), *given, overwrite=ctx.overwrite),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +449,10 @@ class TokenScores:
     Attributes:
         logprobs: of the token.
         entropies: of the distribution that it counts as drawn from; None where nobody wants them.
-        further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None where there are none.
-        largest: [..., K] int64, those tokens where they are the most likely ones (``megarl.models.engine.topk``), else None.
+        further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None
+            where there are none.
+        largest: [..., K] int64, those tokens where they are the most likely ones
+            (``megarl.models.engine.topk``), else None.
     """
 
     logprobs: torch.Tensor
@@ -407,7 +463,9 @@ class TokenScores:
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenScores:
         """The scores with ``change`` made to each tensor that is there."""
         others = (self.entropies, self.further, self.largest)
-        return TokenScores(change(self.logprobs), *(None if values is None else change(values) for values in others))
+        return TokenScores(
+            change(self.logprobs), *(None if values is None else change(values) for values in others)
+        )
 
 
 def vocab_parallel_scores(
@@ -420,27 +478,34 @@ def vocab_parallel_scores(
     with_entropies: bool = False,
     further: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that it counts as drawn from.
+    """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that
+    it counts as drawn from.
 
     Args:
-        logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64, chunk by chunk.
-        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the same on all ranks of the group.
+        logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64,
+            chunk by chunk.
+        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the
+            same on all ranks of the group.
         shard: which columns these are.
-        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and top-p keep. A target that they
-            do not keep counts as kept.
-        overwrite: nobody reads the logits after the backward pass, which may write their gradient into their memory. A second backward
-            pass is then a RuntimeError of autograd.
+        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and
+            top-p keep. A target that they do not keep counts as kept.
+        overwrite: nobody reads the logits after the backward pass, which may write their gradient into their
+            memory. A second backward pass is then a RuntimeError of autograd.
         with_entropies: entropies are asked for, in nats.
-        further: [..., K] int64, tokens whose log-probabilities are asked for too; ``sampling`` has to keep all tokens.
+        further: [..., K] int64, tokens whose log-probabilities are asked for too; ``sampling`` has to keep
+            all tokens.
 
     Returns:
-        [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to ``logits``.
+        [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to
+        ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     # The kernels walk along adjacent columns.
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tokens = None if further is None else further.reshape(-1, further.shape[-1])
-    logprobs, *others = _VocabParallelScores.apply(rows, targets.reshape(-1), tokens, shard, sampling, overwrite, with_entropies)
+    logprobs, *others = _VocabParallelScores.apply(
+        rows, targets.reshape(-1), tokens, shard, sampling, overwrite, with_entropies
+    )
     return TokenScores(
         logprobs.view(targets.shape),
         others[0].view(targets.shape) if with_entropies else None,

@@ -125,7 +125,9 @@ def step_slice(
 ) -> None:
     """Step the moments of a shard from ``first`` to ``last``, and ``weights`` and ``gradient``, [last -
     first] float32, of these."""
-    moments = {name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()}
+    moments = {
+        name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()
+    }
     update = adamw if parameters.decoupled else adam
     update(
         [weights],
@@ -193,13 +195,18 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         state: dict[str, Any] = {}
         for prefix, first, last in self._pieces(parameter):
             # Outlines on meta first: host memory is taken in one page-locked piece, whose maker wants shapes.
-            outlines = {name: self.settings.format_of(name).zeros(last - first, torch.device("meta")) for name in MOMENTS}
+            outlines = {
+                name: self.settings.format_of(name).zeros(last - first, torch.device("meta"))
+                for name in MOMENTS
+            }
             copied = self.settings.master == "float32" and weights.dtype is not torch.float32
             if copied or prefix:
                 outlines[MASTER] = torch.empty(last - first, device="meta")
             for name, outline in outlines.items():
                 device = weights.device
-                state[prefix + name] = self.host_zeros(outline) if prefix else torch.zeros_like(outline, device=device)
+                state[prefix + name] = (
+                    self.host_zeros(outline) if prefix else torch.zeros_like(outline, device=device)
+                )
         self.state[parameter] = state
         self._copy_weights(parameter)
 
@@ -226,11 +233,18 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                     # A tensor, as torch's AdamW has it: checkpoints and load_state_dict expect one.
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
-                    for shard, numbers, _ in self.shards(parameter, local_shard(parameter.grad), group, int(step)):
+                    for shard, numbers, _ in self.shards(
+                        parameter, local_shard(parameter.grad), group, int(step)
+                    ):
                         step_shard(shard, self.settings, numbers)
 
     def shards(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any], step: int, factor: float = 1.0
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        step: int,
+        factor: float = 1.0,
     ) -> Iterator[tuple[Shard, Hyperparameters, bool]]:
         """Yield the parts of a parameter that has its state, the numbers of the step, and whether the part's
         state is in host memory.
@@ -249,7 +263,11 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for prefix, first, last in self._pieces(parameter):
             moments = {moment: state[prefix + moment] for moment in MOMENTS}
             own = weights[first:last], gradient[first:last]
-            yield Shard(name, offset + first, *own, moments, state.get(prefix + MASTER)), numbers, bool(prefix)
+            yield (
+                Shard(name, offset + first, *own, moments, state.get(prefix + MASTER)),
+                numbers,
+                bool(prefix),
+            )
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those
@@ -277,7 +295,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state as ``torch.optim.AdamW`` has it: moments in float32 with the parameter's shape."""
         return {
-            parameter: {"step": state["step"], **{name: self._like(parameter, self.read_state(parameter, name)) for name in MOMENTS}}
+            parameter: {
+                "step": state["step"],
+                **{name: self._like(parameter, self.read_state(parameter, name)) for name in MOMENTS},
+            }
             for parameter, state in self.state.items()
         }
 
@@ -285,8 +306,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return values.view(parameter.shape)
-        local, mesh, placements = values.view(parameter.to_local().shape), parameter.device_mesh, parameter.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        local, mesh, placements = (
+            values.view(parameter.to_local().shape),
+            parameter.device_mesh,
+            parameter.placements,
+        )
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         kept = self.state

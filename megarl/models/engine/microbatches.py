@@ -1,8 +1,9 @@
-"""Cutting one rank's share of a batch into micro-batches: of a fixed number of rows, or as a plan of the driver says.
+"""Cutting one rank's share of a batch into micro-batches: of a fixed number of rows, or as a plan of the
+driver says.
 
-A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and ``micro_batch_lengths`` of a
-``SlicedDataDict``, made from lengths alone by ``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for
-every data-parallel rank.
+A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and
+``micro_batch_lengths`` of a ``SlicedDataDict``, made from lengths alone by
+``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for every data-parallel rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megarl.errors import BatchError
 HOST_LENGTHS = "input_lengths_on_host"
 """Key of a batch on a device: its ``input_lengths`` as a list, [B]."""
 WANTED = "wanted_on_host"
-"""Key of a batch on a device: the tokens whose log-probabilities are wanted, bool [B, S], on the host; all are where it is missing."""
+"""Key of a batch on a device: the tokens whose log-probabilities are wanted, bool [B, S], on the host; all
+are where it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,11 @@ class MicroBatch:
     """Rows that go through the model together.
 
     Attributes:
-        data: the batch's keys, cut to these rows; tensors of two or more dimensions have the sequence in dimension 1.
+        data: the batch's keys, cut to these rows; tensors of two or more dimensions have the sequence in
+            dimension 1.
         packed: the rows go through the model as one row, one behind the other.
-        length: sequence length in front of the model, over all context-parallel ranks: of every row, or of the one packed row.
+        length: sequence length in front of the model, over all context-parallel ranks: of every row, or of
+            the one packed row.
     """
 
     data: Mapping[str, Any]
@@ -45,7 +49,8 @@ class MicroBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row: what the host knows of them (``move_to``), so that it need not wait for the device."""
+        """Tokens of each row: what the host knows of them (``move_to``), so that it need not wait for the
+        device."""
         return _lengths(self.data)
 
     @property
@@ -93,7 +98,9 @@ def chosen_size(given: int | None, configured: int, what: str) -> int:
     """
     value = configured if given is None else given
     if value < 1:
-        raise BatchError(f"{what} = {value}: must be at least 1; leave it out for the configured {configured}")
+        raise BatchError(
+            f"{what} = {value}: must be at least 1; leave it out for the configured {configured}"
+        )
     return value
 
 
@@ -102,26 +109,39 @@ def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]
     return {key: value[first:last] for key, value in data.items()}
 
 
-def move_to(data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None) -> dict[str, Any]:
-    """The batch, which is on the host, with its tensors on ``device``; what the host has to know of it stays there too.
+def move_to(
+    data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """The batch, which is on the host, with its tensors on ``device``; what the host has to know of it stays
+    there too.
 
     Args:
         data: the batch; beside its ``input_lengths`` there will be a list of them as ``HOST_LENGTHS``.
         device: where it goes.
         wanted: [B, S] bool, kept as ``WANTED``.
     """
-    moved = {key: sent_to(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-    return {**moved, HOST_LENGTHS: data["input_lengths"].tolist(), **({} if wanted is None else {WANTED: wanted})}
+    moved = {
+        key: sent_to(value, device) if isinstance(value, torch.Tensor) else value
+        for key, value in data.items()
+    }
+    return {
+        **moved,
+        HOST_LENGTHS: data["input_lengths"].tolist(),
+        **({} if wanted is None else {WANTED: wanted}),
+    }
 
 
 def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """[B, S] bool: the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``, where there is one, is not 0.
+    """[B, S] bool: the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``, where there is
+    one, is not 0.
 
     Raises:
         BatchError: there is no ``token_mask``.
     """
     if "token_mask" not in data:
-        raise BatchError("skip_masked: the batch has no token_mask [B, S]. Fix: add it, or leave skip_masked out")
+        raise BatchError(
+            "skip_masked: the batch has no token_mask [B, S]. Fix: add it, or leave skip_masked out"
+        )
     tokens: torch.Tensor = data["token_mask"] != 0
     return tokens & (data["sample_mask"] != 0)[:, None] if "sample_mask" in data else tokens
 
@@ -158,11 +178,19 @@ def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
     # Copies of a real row, so that every key has values that the model and the head take; results of the
     # copies are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
-    return {key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows] for key, value in data.items()}
+    return {
+        key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows]
+        for key, value in data.items()
+    }
 
 
 def follow_plan(
-    data: Mapping[str, Any], indices: Sequence[Sequence[int]], lengths: Sequence[int], shapes: Shapes, *, packed: bool
+    data: Mapping[str, Any],
+    indices: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    shapes: Shapes,
+    *,
+    packed: bool,
 ) -> list[MicroBatch]:
     """Micro-batches as planned for one chunk.
 
@@ -182,7 +210,10 @@ def follow_plan(
             # Pipeline stages exchange tensors of one shape, which they agree on before the first micro-batch.
             totals = [max(totals)] * len(totals)
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
-    fitted = [fit_sequences(part, round_up(length, shapes.row_multiple)) for part, length in zip(parts, lengths, strict=True)]
+    fitted = [
+        fit_sequences(part, round_up(length, shapes.row_multiple))
+        for part, length in zip(parts, lengths, strict=True)
+    ]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
         # rectangles of different shapes: as packed rows of one
         # length, that of the longest of them without its padding

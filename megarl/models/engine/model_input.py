@@ -1,10 +1,10 @@
 """Model input: how the tokens of a micro-batch lie in front of the model, and how its output returns to rows.
 
-Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global batch, and reaches the device
-in one copy: no micro-batch makes the host wait for the device.
+Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global
+batch, and reaches the device in one copy: no micro-batch makes the host wait for the device.
 
-Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S; t = T / context size, the part
-of this context-parallel rank.
+Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S;
+t = T / context size, the part of this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class ModelInput:
         layout: packed sequences and the ranks that share them.
         longest: the longest (padded) sequence, over all context-parallel ranks.
         places: of the rows; None when they are not packed.
-        scored: [k] int64, ascending: the positions whose targets' log-probabilities are wanted, counted through [n, t]; None for all.
-        sources: [2t] int64, where the tokens and then their targets stand in the rows, each of which is followed by one place more; None
-            when they are not packed.
+        scored: [k] int64, ascending: the positions whose targets' log-probabilities are wanted, counted
+            through [n, t]; None for all.
+        sources: [2t] int64, where the tokens and then their targets stand in the rows, each of which is
+            followed by one place more; None when they are not packed.
     """
 
     micro_batch: MicroBatch
@@ -70,26 +71,35 @@ class ModelInput:
             followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
             return followed.flatten(0, 1).index_select(0, self.sources[: self.tokens.numel()])[None]
         context = self.layout.context
-        return rows if context.size == 1 else rows.index_select(1, context.index((0, self.micro_batch.length), rows.device))
+        return (
+            rows
+            if context.size == 1
+            else rows.index_select(1, context.index((0, self.micro_batch.length), rows.device))
+        )
 
     def spread(self, values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """[n, t, ...] from the values [k, ...] at the positions ``index``, 0 elsewhere; from those of all positions without one.
-        Differentiable."""
+        """[n, t, ...] from the values [k, ...] at the positions ``index``, 0 elsewhere; from those of all
+        positions without one. Differentiable."""
         shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
             return values.view(shape)
         # Indices are distinct, so that no order of additions decides.
-        return values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
+        return (
+            values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
+        )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``targets``, [n, t, ...], as rows [b, S-1, ...]: entry i belongs to token i+1. Differentiable.
+        """Return what belongs to ``targets``, [n, t, ...], as rows [b, S-1, ...]: entry i belongs to token
+        i+1. Differentiable.
 
-        All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is shorter than S, 0.
+        All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is
+        shorter than S, 0.
         """
         return self._rows(values, self.micro_batch.input_ids.shape[1] - 1)
 
     def to_token_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``tokens``, [n, t, ...], as rows [b, S, ...]: entry i belongs to token i. As ``to_rows`` otherwise."""
+        """Return what belongs to ``tokens``, [n, t, ...], as rows [b, S, ...]: entry i belongs to token i. As
+        ``to_rows`` otherwise."""
         return self._rows(values, self.micro_batch.input_ids.shape[1])
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
@@ -100,7 +110,11 @@ class ModelInput:
         index = self.places.begin[:, None] + torch.arange(width, device=values.device)
         # Clamped because behind the last row there may be nothing to read; what is read there is replaced by
         # 0 below.
-        taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(*index.shape, *whole.shape[2:])
+        taken = (
+            whole[0]
+            .index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten())
+            .view(*index.shape, *whole.shape[2:])
+        )
         inside = index < self.places.end[:, None]
         inside = inside if taken.ndim == 2 else inside[..., None]
         return taken.where(inside, torch.zeros_like(taken))
@@ -115,20 +129,35 @@ def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> M
     return lay_out_all([micro_batch], context, shapes)[0]
 
 
-def lay_out_all(micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes) -> list[ModelInput]:
+def lay_out_all(
+    micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes
+) -> list[ModelInput]:
     """``lay_out`` for each micro-batch; what was worked out on the host reaches their device in one copy."""
-    plans = [_planned(micro_batch, context, shapes) if micro_batch.packed else None for micro_batch in micro_batches]
-    scored = [_scored(micro_batch, plan, context) for micro_batch, plan in zip(micro_batches, plans, strict=True)]
+    plans = [
+        _planned(micro_batch, context, shapes) if micro_batch.packed else None
+        for micro_batch in micro_batches
+    ]
+    scored = [
+        _scored(micro_batch, plan, context) for micro_batch, plan in zip(micro_batches, plans, strict=True)
+    ]
     numbers = [
         array
         for plan, places in zip(plans, scored, strict=True)
         for array in (*(() if plan is None else plan.arrays), *(() if places is None else (places,)))
     ]
     device = micro_batches[0].input_ids.device if micro_batches else torch.device("cpu")
-    sent = iter(sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers]) if numbers else ())
+    sent = iter(
+        sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers])
+        if numbers
+        else ()
+    )
     inputs = []
     for micro_batch, plan, places in zip(micro_batches, plans, scored, strict=True):
-        laid = _rows_as_they_are(micro_batch, context) if plan is None else _packed(micro_batch, context, plan, sent)
+        laid = (
+            _rows_as_they_are(micro_batch, context)
+            if plan is None
+            else _packed(micro_batch, context, plan, sent)
+        )
         inputs.append(laid if places is None else replace(laid, scored=next(sent)))
     return inputs
 
@@ -138,9 +167,10 @@ class _Plan:
     """The layout of a packed micro-batch, as the host knows it.
 
     Attributes:
-        starts: where sequences begin over all context-parallel ranks; what is left over at the end is a sequence of its own.
-        arrays: int64: for this rank's tokens and then for their targets, the place in the rows, each of which is followed by one zero
-            [2t]; the positions [t]; ``Places.begin`` and ``Places.end`` [b].
+        starts: where sequences begin over all context-parallel ranks; what is left over at the end is a
+            sequence of its own.
+        arrays: int64: for this rank's tokens and then for their targets, the place in the rows, each of which
+            is followed by one zero [2t]; the positions [t]; ``Places.begin`` and ``Places.end`` [b].
     """
 
     starts: tuple[int, ...]
@@ -152,7 +182,10 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
     rooms = [round_up(length, shapes.packed_multiple) for length in micro_batch.lengths]
     filler = micro_batch.length - sum(rooms)
     if filler < 0:
-        raise BatchError(f"packed micro-batch: {sum(rooms)} tokens of {rows} sequences do not fit into the planned {micro_batch.length}")
+        raise BatchError(
+            f"packed micro-batch: {sum(rooms)} tokens of {rows} sequences do not fit into the planned "
+            f"{micro_batch.length}"
+        )
     starts = (0, *itertools.accumulate([*rooms, *([filler] if filler else [])]))
     begins = np.array(starts[:-1], dtype=np.int64)
     # In numpy without a loop over tokens: this runs on the host between two steps of the device.
@@ -161,11 +194,21 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
     is_token = (column < width) & (sequence < rows)
     # The target of the last column is column 0 of the same row, as roll gives it for rows: it is never
     # scored.
-    token, target = (np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width))
+    token, target = (
+        np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width)
+    )
     if context.size > 1:
         here = context.index(starts).numpy()
         token, target, column = token[here], target[here], column[here]
-    return _Plan(starts, (np.concatenate((token, target)), column, begins[:rows], np.array(starts[1 : rows + 1], dtype=np.int64)))
+    return _Plan(
+        starts,
+        (
+            np.concatenate((token, target)),
+            column,
+            begins[:rows],
+            np.array(starts[1 : rows + 1], dtype=np.int64),
+        ),
+    )
 
 
 def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) -> np.ndarray | None:
@@ -184,13 +227,17 @@ def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) 
     return np.flatnonzero(here)
 
 
-def _packed(micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Iterator[torch.Tensor]) -> ModelInput:
+def _packed(
+    micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Iterator[torch.Tensor]
+) -> ModelInput:
     """The input of a packed micro-batch; takes the arrays of its plan from ``sent``, on its device."""
     at, positions, begin, end = (next(sent) for _ in plan.arrays)
     tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
     longest = max(end - start for start, end in itertools.pairwise(plan.starts))
     layout = SequenceLayout(plan.starts, context)
-    return ModelInput(micro_batch, tokens, positions[None], targets, layout, longest, Places(begin, end), sources=at)
+    return ModelInput(
+        micro_batch, tokens, positions[None], targets, layout, longest, Places(begin, end), sources=at
+    )
 
 
 def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelInput:

@@ -1,4 +1,5 @@
-"""Losses, gradients and weights that are not finite: found on any rank, acted on alike by all, and none of it reaches a weight."""
+"""Losses, gradients and weights that are not finite: found on any rank, acted on alike by all, and none of it
+reaches a weight."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class SkippedBatch:
     Attributes:
         global_batch: its number in the call.
         loss, grad_norm: of which at least one is not finite.
-        seen: by rank and micro-batch; empty where every loss, and its gradient by the log-probabilities, was finite.
+        seen: by rank and micro-batch; empty where every loss, and its gradient by the log-probabilities, was
+            finite.
     """
 
     global_batch: int
@@ -108,9 +110,12 @@ class SkipLimit:
             )
         if self.in_a_row >= self.most:
             raise NonFiniteError(
-                f"{self.in_a_row} optimizer steps in a row were skipped, policy.max_consecutive_skips = {self.most}; the last: {batch}. "
-                "No weight was changed by any. Fix: look at those rows; go on from an earlier checkpoint, with later ones moved away, and "
-                "a smaller max_grad_norm; or start another run with a lower learning rate from exported weights"
+                f"{self.in_a_row} optimizer steps in a row were skipped, policy.max_consecutive_skips = "
+                f"{self.most}; the last: {batch}. "
+                "No weight was changed by any. Fix: look at those rows; go on from an earlier checkpoint, "
+                "with later ones moved away, and "
+                "a smaller max_grad_norm; or start another run with a lower learning rate from exported "
+                "weights"
             )
         if dist.get_rank() == 0:
             logger.warning("skipped an optimizer step: %s", batch)
@@ -126,7 +131,8 @@ def on_all_ranks(holds: bool, device: torch.device) -> bool:
 def find(
     outputs: Sequence[HeadOutput], micro_batches: Sequence[MicroBatch], first_row: int, groups: ParallelGroups
 ) -> tuple[NonFiniteMicroBatch, ...]:
-    """The micro-batches, on all ranks, whose loss or whose gradient by the log-probabilities is not finite. Collective.
+    """The micro-batches, on all ranks, whose loss or whose gradient by the log-probabilities is not finite.
+    Collective.
 
     Args:
         outputs: of this rank's micro-batches in order; empty unless this is the last pipeline stage.
@@ -140,7 +146,11 @@ def find(
         row = rows[1]
         quantity = _first_fault(outputs[number]) if number < len(outputs) else None
         if quantity is not None:
-            mine.append(NonFiniteMicroBatch(dist.get_rank(), groups.coordinates(), groups.data_rank, number, rows, quantity))
+            mine.append(
+                NonFiniteMicroBatch(
+                    dist.get_rank(), groups.coordinates(), groups.data_rank, number, rows, quantity
+                )
+            )
     everywhere: list[list[NonFiniteMicroBatch]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
     return tuple(found for rank in everywhere for found in rank)
@@ -154,8 +164,14 @@ def _first_fault(output: HeadOutput) -> str | None:
 
 
 @torch.no_grad()
-def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, consequence: str, kind: type[MegarlError]) -> None:
-    """Refuse weights of which one is not finite, on all ranks alike. Collective; a single number travels where all are finite.
+def require_finite(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    consequence: str,
+    kind: type[MegarlError],
+) -> None:
+    """Refuse weights of which one is not finite, on all ranks alike. Collective; a single number travels
+    where all are finite.
 
     Args:
         tensors: this rank's names and shards.
@@ -173,7 +189,9 @@ def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.de
     if on_all_ranks(all(finite), device):
         return
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite])
+    dist.all_gather_object(
+        everywhere, [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
+    )
     # In order of the ranks and each once: replicas report the same names.
     names = list(dict.fromkeys(name for rank in everywhere for name in rank))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

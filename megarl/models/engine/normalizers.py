@@ -1,4 +1,5 @@
-"""The global normalisers of a batch: what every loss divides by, so that losses and gradients are plain sums."""
+"""The global normalisers of a batch: what every loss divides by, so that losses and gradients are plain
+sums."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ class Normalizers:
     """Counts over the whole global batch, 0-d float32 tensors.
 
     Attributes:
-        valid_sequences: sum of ``sample_mask``. Rows that are segments of a response, with its ``response_tokens``, count as the share of
-            its tokens that they have, so that each response counts once.
-        valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times the batch's sequence length.
+        valid_sequences: sum of ``sample_mask``. Rows that are segments of a response, with its
+            ``response_tokens``, count as the share of its tokens that they have, so that each response counts
+            once.
+        valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times
+            the batch's sequence length.
     """
 
     valid_sequences: torch.Tensor
@@ -26,8 +29,9 @@ class Normalizers:
 
 
 def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
-    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group. The
-    sequence length is the one the caller gave, before any padding of the backend's own, which must not change a loss.
+    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over
+    the data-parallel group. The sequence length is the one the caller gave, before any padding of the
+    backend's own, which must not change a loss.
     """
     # float64, because float32 cannot count above 16.7 million tokens exactly.
     sample_mask = data["sample_mask"].to(torch.float64)

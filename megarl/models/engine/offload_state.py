@@ -1,10 +1,12 @@
-"""Offload state of a worker: whether parameters, gradients and optimizer state are on the device or in host memory.
+"""Offload state of a worker: whether parameters, gradients and optimizer state are on the device or in host
+memory.
 
-A colocated inference engine needs the device between training steps. Each state says what is on the device; every public method of a
-worker says which states it may be called in, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
-inside a kernel. What is in host memory need not have left the device: where nobody else wants that, everything stays, and the states differ
-only in what may be called. The reference policy is a copy of the first weights in host memory, swapped in for as long as its
-log-probabilities are computed.
+A colocated inference engine needs the device between training steps. Each state says what is on the device;
+every public method of a worker says which states it may be called in, so that a forgotten
+``prepare_for_training`` is an error with a remedy and not a crash inside a kernel. What is in host memory
+need not have left the device: where nobody else wants that, everything stays, and the states differ only in
+what may be called. The reference policy is a copy of the first weights in host memory, swapped in for as long
+as its log-probabilities are computed.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ _ON_DEVICE: dict[OffloadState, frozenset[Part]] = {
 _PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 _LEGAL: dict[OffloadState, frozenset[OffloadState]] = {
     OffloadState.TRAINING: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
-    OffloadState.INFERENCE: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
-    OffloadState.OFFLOADED: frozenset({OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}),
+    OffloadState.INFERENCE: frozenset(
+        {OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}
+    ),
+    OffloadState.OFFLOADED: frozenset(
+        {OffloadState.TRAINING, OffloadState.INFERENCE, OffloadState.OFFLOADED}
+    ),
 }
 
 
@@ -72,10 +78,15 @@ class OffloadStates:
             StateError: the transition is not legal.
         """
         if target is OffloadState.TRAINING and not self._has_optimizer:
-            raise StateError(f"{because}: this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
+            raise StateError(
+                f"{because}: this worker was built with init_optimizer=False and cannot train; build it "
+                "with an optimizer"
+            )
         if target not in _LEGAL[self.offload_state]:
             legal = ", ".join(sorted(state.name for state in _LEGAL[self.offload_state]))
-            raise StateError(f"{because}: cannot go from {self.offload_state.name} to {target.name}; from here: {legal}")
+            raise StateError(
+                f"{because}: cannot go from {self.offload_state.name} to {target.name}; from here: {legal}"
+            )
         wanted = _ON_DEVICE[target]
         leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
         coming = [part for part in _PARTS if part in wanted - self._there]
@@ -95,7 +106,10 @@ class OffloadStates:
             StateError: with ``remedy``, the method that would bring it there.
         """
         if part == "optimizer" and not self._has_optimizer:
-            raise StateError(f"{method}(): this worker was built with init_optimizer=False and cannot train; build it with an optimizer")
+            raise StateError(
+                f"{method}(): this worker was built with init_optimizer=False and cannot train; build it "
+                "with an optimizer"
+            )
         if part not in _ON_DEVICE[self.offload_state]:
             raise StateError(
                 f"{method}() needs {part} on the device, but the worker is {self.offload_state.name} "
@@ -108,10 +122,11 @@ _BLOCK = 2**28
 
 
 class HostCopies:
-    """Page-locked host memory for some tensors, made once and written again every time that they leave the device.
+    """Page-locked host memory for some tensors, made once and written again every time that they leave the
+    device.
 
-    Copies are queued and not waited for: whoever reads them on the host synchronises before. Few large pieces of memory, because torch
-    rounds each that is page-locked up to a power of two.
+    Copies are queued and not waited for: whoever reads them on the host synchronises before. Few large pieces
+    of memory, because torch rounds each that is page-locked up to a power of two.
 
     Args:
         runtime: decides whether the memory is page-locked.
@@ -127,9 +142,11 @@ class HostCopies:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all of ``tensors``; the copies, in their order. They have the memory of the last call's, where there are as many of the same
-        shapes and types."""
-        if [(copy.shape, copy.dtype) for copy in self._copies] != [(tensor.shape, tensor.dtype) for tensor in tensors]:
+        """Copy all of ``tensors``; the copies, in their order. They have the memory of the last call's, where
+        there are as many of the same shapes and types."""
+        if [(copy.shape, copy.dtype) for copy in self._copies] != [
+            (tensor.shape, tensor.dtype) for tensor in tensors
+        ]:
             self._copies = self._made_for(tensors)
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if copy.data_ptr() != tensor.data_ptr():
@@ -141,7 +158,8 @@ class HostCopies:
         """Put copies in the places of tensors.
 
         Args:
-            each: calls what it is given with each tensor, in the same order every time, and puts the result in its place.
+            each: calls what it is given with each tensor, in the same order every time, and puts the result
+                in its place.
         """
         tensors: list[torch.Tensor] = []
 
@@ -167,7 +185,9 @@ class HostCopies:
             heapq.heappush(free, (taken + sizes[index], block))
         blocks = {number: self._block(taken) for taken, number in free}
         return [
-            blocks[places[index][0]][places[index][1] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            blocks[places[index][0]][places[index][1] :][: tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
             for index, tensor in enumerate(tensors)
         ]
 
@@ -176,14 +196,16 @@ class HostCopies:
 
 
 _LEFT_FOR_A_PASS = 0.25
-"""Share of a device's memory that stays free for the reference policy's pass where the present weights stay on the device."""
+"""Share of a device's memory that stays free for the reference policy's pass where the present weights stay
+on the device."""
 
 
 class ReferenceWeights:
     """This rank's shards of the reference policy.
 
-    They are in page-locked memory and are never copied back. Meanwhile the present weights are in other memory of the device, where it has
-    room for them and a pass; otherwise they go to host memory that is kept for it, and come back.
+    They are in page-locked memory and are never copied back. Meanwhile the present weights are in other
+    memory of the device, where it has room for them and a pass; otherwise they go to host memory that is kept
+    for it, and come back.
 
     Args:
         backend: the model as it is now; its present weights become the reference.
@@ -199,8 +221,8 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards the present ones again, to the bit, whatever happened inside. Within
-        itself it does nothing."""
+        """Inside, the model has the reference weights; afterwards the present ones again, to the bit,
+        whatever happened inside. Within itself it does nothing."""
         if self._is_in:
             yield
             return
@@ -222,7 +244,8 @@ class ReferenceWeights:
 
 
 class BaseAsReference:
-    """The reference policy of a model with adapters: the model without them. It takes no memory and no copies."""
+    """The reference policy of a model with adapters: the model without them. It takes no memory and no
+    copies."""
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:

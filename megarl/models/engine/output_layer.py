@@ -1,10 +1,12 @@
 """What a pass asks of a model's output layer, where that is less than the logits of all its positions.
 
-A ``Request`` names the positions that are wanted: hidden states are selected before the output layer, and neither its product nor the
-softmax is computed for the others. With a chunk size the output layer gives log-probabilities instead of logits, so that the logits of one
-chunk alone are there at any time. Without a request the output layer does what it always does; generation asks for nothing.
+A ``Request`` names the positions that are wanted: hidden states are selected before the output layer, and
+neither its product nor the softmax is computed for the others. With a chunk size the output layer gives
+log-probabilities instead of logits, so that the logits of one chunk alone are there at any time. Without a
+request the output layer does what it always does; generation asks for nothing.
 
-Legend: n rows and t positions in front of the model, k of these n x t that are wanted, h hidden size, V vocabulary columns of this rank.
+Legend: n rows and t positions in front of the model, k of these n x t that are wanted, h hidden size, V
+vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ class Request:
     """What one micro-batch's pass wants of the output layer.
 
     Attributes:
-        index: [k] int64, ascending: the positions that are wanted, counted through [n, t]; None for all of them.
+        index: [k] int64, ascending: the positions that are wanted, counted through [n, t]; None for all of
+            them.
         targets: [k] int64, the token that is scored at each of them.
         shard: which vocabulary columns this rank holds.
         sampling: how tokens are drawn, and so scored.
-        chunk_size: positions whose logits are there at a time; None for all of them, which are then what the output layer gives.
+        chunk_size: positions whose logits are there at a time; None for all of them, which are then what the
+            output layer gives.
         with_entropies: entropies are wanted beside the log-probabilities.
         further: [k, K] int64, tokens that are scored at each of them too; None for none.
-        largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they are given, or there are none.
+        largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they
+            are given, or there are none.
     """
 
     index: torch.Tensor | None
@@ -59,7 +64,8 @@ class Request:
     _answer: tuple[int, torch.Size] | None = None
 
     def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
-        """[k, h]: the hidden states that are wanted, of [n, t, h], or with ``sequence_first`` of [t, n, h]. Differentiable."""
+        """[k, h]: the hidden states that are wanted, of [n, t, h], or with ``sequence_first`` of [t, n, h].
+        Differentiable."""
         if self.index is None:
             return (hidden.transpose(0, 1) if sequence_first else hidden).flatten(0, 1)
         index = self.index
@@ -70,11 +76,12 @@ class Request:
         return hidden.flatten(0, 1).index_select(0, index)
 
     def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[1, k, V] logits of ``rows`` [k, h]; or with a chunk size, in float32, [1, k, 1] log-probabilities, with entropies behind them,
-        and with those of K further tokens behind both. Differentiable.
+        """[1, k, V] logits of ``rows`` [k, h]; or with a chunk size, in float32, [1, k, 1] log-probabilities,
+        with entropies behind them, and with those of K further tokens behind both. Differentiable.
 
         Args:
-            rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient over these ranks.
+            rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient
+                over these ranks.
             weight: [V, h], this rank's.
             bias: [V], or None.
         """
@@ -89,7 +96,8 @@ class Request:
         return answer
 
     def is_answer(self, output: torch.Tensor) -> bool:
-        """Whether ``scores`` can read ``output``: logits may have gone through more than the output layer, log-probabilities not."""
+        """Whether ``scores`` can read ``output``: logits may have gone through more than the output layer,
+        log-probabilities not."""
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
     def scores(self, output: torch.Tensor) -> TokenScores:
@@ -98,31 +106,49 @@ class Request:
             if self.largest:
                 self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
             given = output[0], self.targets, self.shard, self.sampling
-            scores = vocab_parallel_scores(*given, overwrite=True, with_entropies=self.with_entropies, further=self.further)
+            scores = vocab_parallel_scores(
+                *given, overwrite=True, with_entropies=self.with_entropies, further=self.further
+            )
         else:
             first, others = 1 + self.with_entropies, output[0]
             scores = TokenScores(
-                others[:, 0], others[:, 1] if self.with_entropies else None, None if self.further is None else others[:, first:]
+                others[:, 0],
+                others[:, 1] if self.with_entropies else None,
+                None if self.further is None else others[:, first:],
             )
         return replace(scores, largest=self.further) if self.largest else scores
 
     def of_chunk(self, chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, SoftmaxSums]:
-        """Scores [c, 1 or more] of the positions of a chunk by their logits [c, V], and what their gradient needs. Finds the most likely
-        tokens where they are wanted."""
+        """Scores [c, 1 or more] of the positions of a chunk by their logits [c, V], and what their gradient
+        needs. Finds the most likely tokens where they are wanted."""
         scored = (logits, self.targets[chunk], self.shard, self.sampling)
         values, sums = score(*scored, with_entropies=self.with_entropies)
         columns = [values[:, None], *([] if sums.entropies is None else [sums.entropies[:, None]])]
         if self.further is not None:
             if self.largest:
                 self.further[chunk] = largest_tokens(logits, self.shard, self.largest)
-            columns.append(score_further(logits, self.further[chunk], self.shard, self.sampling.temperature, sums))
+            columns.append(
+                score_further(logits, self.further[chunk], self.shard, self.sampling.temperature, sums)
+            )
         return torch.cat(columns, dim=1), sums
 
-    def gradient_of_chunk(self, chunk: slice, logits: torch.Tensor, sums: SoftmaxSums, grad_output: torch.Tensor) -> torch.Tensor:
+    def gradient_of_chunk(
+        self, chunk: slice, logits: torch.Tensor, sums: SoftmaxSums, grad_output: torch.Tensor
+    ) -> torch.Tensor:
         """[c, V]: the gradient of a chunk's logits, in the memory of these, from that of its scores."""
         grad_entropies = grad_output[:, 1] if self.with_entropies else None
-        further = None if self.further is None else (self.further[chunk], grad_output[:, 1 + self.with_entropies :])
-        given = (self.targets[chunk], self.shard, self.sampling.temperature, sums, grad_output[:, 0], grad_entropies, further)
+        further = (
+            None if self.further is None else (self.further[chunk], grad_output[:, 1 + self.with_entropies :])
+        )
+        given = (
+            self.targets[chunk],
+            self.shard,
+            self.sampling.temperature,
+            sums,
+            grad_output[:, 0],
+            grad_entropies,
+            further,
+        )
         return gradient_of_logits(logits, *given, overwrite=True)
 
 
@@ -134,7 +160,8 @@ _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 @contextlib.contextmanager
 def asking(request: Request | None) -> Iterator[None]:
-    """Inside, the output layers of this process answer ``request``; None asks for the logits of all positions."""
+    """Inside, the output layers of this process answer ``request``; None asks for the logits of all
+    positions."""
     token = _REQUEST.set(request)
     try:
         yield
@@ -143,7 +170,8 @@ def asking(request: Request | None) -> Iterator[None]:
 
 
 def asked() -> Request | None:
-    """The request that an output layer has to answer; None where it is to give the logits of all positions."""
+    """The request that an output layer has to answer; None where it is to give the logits of all
+    positions."""
     return _REQUEST.get()
 
 
@@ -153,7 +181,8 @@ def answer_requests(
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
     local: Callable[[Any], Any] = lambda parameter: parameter,
 ) -> None:
-    """Let an output layer answer requests; without one it goes on to do what it did. Does nothing to what is no linear layer.
+    """Let an output layer answer requests; without one it goes on to do what it did. Does nothing to what is
+    no linear layer.
 
     Args:
         layer: of a model of transformers.
@@ -180,15 +209,19 @@ def answers_requests(layer: nn.Module) -> bool:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores of tokens from hidden states [k, h] and the output layer's weight, a chunk of positions at a time: log-probabilities [k, 1] of
-    targets, with one more column for entropies, and K more for further tokens.
+    """Scores of tokens from hidden states [k, h] and the output layer's weight, a chunk of positions at a
+    time: log-probabilities [k, 1] of targets, with one more column for entropies, and K more for further
+    tokens.
 
-    Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the weight's: in float32, so that a
-    sum over many chunks loses nothing that one product over all positions would keep.
+    Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the
+    weight's: in float32, so that a sum over many chunks loses nothing that one product over all positions
+    would keep.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: Request) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: Request
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.request = request
         ctx.sums = []
@@ -200,14 +233,18 @@ class _ChunkedScores(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
         hidden, weight, bias = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if wants_bias else None
         for chunk, sums in zip(_chunks(len(hidden), ctx.request), ctx.sums, strict=True):
-            gradient = ctx.request.gradient_of_chunk(chunk, F.linear(hidden[chunk], weight, bias), sums, grad_output[chunk])
+            gradient = ctx.request.gradient_of_chunk(
+                chunk, F.linear(hidden[chunk], weight, bias), sums, grad_output[chunk]
+            )
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[chunk])
             if of_weight is not None:

@@ -1,8 +1,8 @@
 """Attention over a part of the keys, with what it takes to put parts together: the log-sum-exp of the scores.
 
-Two parts join exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 +
-exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S query length, K key length, H query heads, G key-value
-heads, D head dimension.
+Two parts join exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2) and
+o = exp(l1 - l) o1 + exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S query
+length, K key length, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ BLOCK = 512
 
 
 def partial_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = False, seen: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over these keys alone; nothing is kept for autograd.
 
@@ -26,17 +32,21 @@ def partial_attention(
         seen: [S, K] bool, the keys that each query sees, instead of ``causal``; None for all.
 
     Returns:
-        [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or better. A query that sees no key
-        has output 0 and log-sum-exp -inf.
+        [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or
+        better. A query that sees no key has output 0 and log-sum-exp -inf.
     """
     if seen is None and takes_flash(query):
         # The operators below torch's own function: that one returns no log-sum-exp.
-        output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
         return output, logsumexp
     if query.device.type != "cpu":
         return _in_blocks(query, key, value, scale, causal, seen)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, logsumexp = kernel(query, key, value, 0.0, causal, attn_mask=_bias(seen, query.dtype), scale=scale)
+    output, logsumexp = kernel(
+        query, key, value, 0.0, causal, attn_mask=_bias(seen, query.dtype), scale=scale
+    )
     if seen is not None:  # the kernel writes 0 for a query without keys
         logsumexp = logsumexp.masked_fill(~seen.any(dim=1), float("-inf"))
     return output, logsumexp
@@ -71,13 +81,20 @@ def partial_gradients(
         return _gradients_in_blocks(gradient, query, key, value, output, logsumexp, scale, causal, seen)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     bias = _bias(seen, query.dtype)
-    of_query, of_key, of_value = kernel(gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    of_query, of_key, of_value = kernel(
+        gradient, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
+    )
     return of_query, of_key, of_value
 
 
 def takes_flash(query: torch.Tensor) -> bool:
     """Return whether torch's FlashAttention kernels take tensors like this one."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
 
 
 def _gradients_by_flash(
@@ -90,11 +107,25 @@ def _gradients_by_flash(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernel's backward pass; it takes probabilities from the log-sum-exp that it is given, which may be that of more keys."""
+    """The kernel's backward pass; it takes probabilities from the log-sum-exp that it is given, which may be
+    that of more keys."""
     # The operator wants a seed and an offset of dropout, whatever its share.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *(gradient, query, key, value, output, logsumexp.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal),
+        *(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            logsumexp.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+        ),
         *(no_dropout, no_dropout.new_empty(0)),
         scale=scale,
     )
@@ -104,13 +135,21 @@ def _gradients_by_flash(
 def _bias(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if seen is None:
         return None
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))[None, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))[
+        None, None
+    ]
 
 
 def _in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal: bool,
+    seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``partial_attention`` in plain operations, for devices whose kernels do not give the log-sum-exp of any mask and dtype."""
+    """``partial_attention`` in plain operations, for devices whose kernels do not give the log-sum-exp of any
+    mask and dtype."""
     outputs, sums = [], []
     for first in range(0, query.shape[2], BLOCK):
         scores = _scores(query, key, scale, causal, seen, first)
@@ -140,8 +179,12 @@ def _gradients_in_blocks(
     of_query = []
     for first in range(0, query.shape[2], BLOCK):
         here = slice(first, first + BLOCK)
-        asked, pulled, made = (tensor[:, :, here].unflatten(1, (groups, -1)) for tensor in (query, gradient, output))
-        weights = _weights(_scores(query, key, scale, causal, seen, first), logsumexp[:, :, here].unflatten(1, (groups, -1)))
+        asked, pulled, made = (
+            tensor[:, :, here].unflatten(1, (groups, -1)) for tensor in (query, gradient, output)
+        )
+        weights = _weights(
+            _scores(query, key, scale, causal, seen, first), logsumexp[:, :, here].unflatten(1, (groups, -1))
+        )
         of_value += (weights.to(value.dtype).mT @ pulled).sum(dim=2)
         of_weights = (pulled @ value[:, :, None].mT).to(sums)
         inner = (pulled.to(sums) * made.to(sums)).sum(dim=-1, keepdim=True)
@@ -151,14 +194,19 @@ def _gradients_in_blocks(
     return torch.cat(of_query, dim=2), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None, first: int) -> torch.Tensor:
-    """[B, G, H/G, block, K] in float32 or better, -inf where a key is not seen, of the block of queries from ``first`` on."""
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None, first: int
+) -> torch.Tensor:
+    """[B, G, H/G, block, K] in float32 or better, -inf where a key is not seen, of the block of queries from
+    ``first`` on."""
     asked = query[:, :, first : first + BLOCK].unflatten(1, (key.shape[1], -1))
     scores = (asked @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if seen is not None:
         return scores.masked_fill(~seen[first : first + BLOCK], float("-inf"))
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=first + 1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(
+            diagonal=first + 1
+        )
         return scores.masked_fill(hidden, float("-inf"))
     return scores
 

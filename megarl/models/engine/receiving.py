@@ -1,4 +1,5 @@
-"""The receiving half of a refit: a worker that only generates, on ranks of its own, takes the weights of the policy that is trained."""
+"""The receiving half of a refit: a worker that only generates, on ranks of its own, takes the weights of the
+policy that is trained."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class TakesWeights(Protocol):
     """A backend that engines run on: Megatron, or DTensor for all policies of transformers."""
 
     def load_hf(self, source: HuggingFaceSource) -> None:
-        """Fill all parameters from whole weights by their Hugging Face names, as at the start. A collective."""
+        """Fill all parameters from whole weights by their Hugging Face names, as at the start. A
+        collective."""
         ...
 
 
@@ -79,22 +81,26 @@ class ReceivingWorker:
         self._listener = WeightListener(group, manifest)
 
     def update_from_broadcast(self) -> int:
-        """Take all weights from the policy's group; their version. They wait in host memory, a whole model of them, until the last one is
-        there: a parameter of this layout may be made of several, and a refit that breaks off must leave the old ones.
+        """Take all weights from the policy's group; their version. They wait in host memory, a whole model of
+        them, until the last one is there: a parameter of this layout may be made of several, and a refit that
+        breaks off must leave the old ones.
 
         Raises:
-            RefitError: the policy is gone, gave the refit up, or another engine rank could not take its weights.
+            RefitError: the policy is gone, gave the refit up, or another engine rank could not take its
+                weights.
         """
         assert self._listener is not None, "the driver connects engines before a refit"
         arrived: dict[str, torch.Tensor] = {}
         # on a CPU the group's buffer is host memory too, and is written again by the next group
-        version = self._listener.receive(lambda group: arrived.update((name, tensor.to("cpu", copy=True)) for name, tensor in group))
+        version = self._listener.receive(
+            lambda group: arrived.update((name, tensor.to("cpu", copy=True)) for name, tensor in group)
+        )
         cast("TakesWeights", self.backend).load_hf(ArrivedWeights(Path("the policy's weights"), arrived))
         return version
 
     def weight_digests(self, first_rank_only: bool = False) -> dict[str, int]:
-        """A number of the bits of each weight by its Hugging Face name, of this rank's copy of the model; with ``first_rank_only`` empty on
-        the others. A collective."""
+        """A number of the bits of each weight by its Hugging Face name, of this rank's copy of the model;
+        with ``first_rank_only`` empty on the others. A collective."""
         found = {name: checksum(_words(tensor)) for name, tensor in self.backend.export_hf()}
         return {} if first_rank_only and torch.distributed.get_rank() else found
 

@@ -1,10 +1,13 @@
-"""Ring attention: keys and values go round the context-parallel ranks, each rank attending to one rank's part at a time.
+"""Ring attention: keys and values go round the context-parallel ranks, each rank attending to one rank's part
+at a time.
 
-No rank ever holds more than two ranks' keys and values, where gathering them holds all; each next part travels while the last one is
-attended to. In the backward pass they go round again, and their gradients with them (Liu et al. 2023, arXiv:2310.01889; here on the
-load-balanced chunks of ``megarl.models.engine.context``, so that every step is the same work on all ranks).
+No rank ever holds more than two ranks' keys and values, where gathering them holds all; each next part
+travels while the last one is attended to. In the backward pass they go round again, and their gradients with
+them (Liu et al. 2023, arXiv:2310.01889; here on the load-balanced chunks of ``megarl.models.engine.context``,
+so that every step is the same work on all ranks).
 
-Legend: s = S / size positions here; of a sequence a rank has two chunks, a first and a second half of what it holds.
+Legend: s = S / size positions here; of a sequence a rank has two chunks, a first and a second half of what it
+holds.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def ring_attention(
     Args:
         query: [B, H, s, D], this rank's part.
         key, value: [B, G, s, D].
-        starts: where each sequence begins over all ranks; the last entry is the end. Lengths are multiples of 2 * context size.
+        starts: where each sequence begins over all ranks; the last entry is the end. Lengths are multiples of
+            2 * context size.
         context: two ranks or more.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
@@ -49,7 +53,8 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of this rank and the keys, of another rank's part, that they see: all, up to themselves, or those marked in ``seen``."""
+    """Queries of this rank and the keys, of another rank's part, that they see: all, up to themselves, or
+    those marked in ``seen``."""
 
     queries: slice
     keys: slice
@@ -57,7 +62,9 @@ class _Piece:
     seen: torch.Tensor | None = None
 
 
-def _pieces(starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device) -> Iterator[_Piece]:
+def _pieces(
+    starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device
+) -> Iterator[_Piece]:
     """Return what this rank's queries see of the keys of rank ``source``, sequence by sequence."""
     for start, end in itertools.pairwise(starts):
         here, length = start // context.size, (end - start) // context.size
@@ -80,14 +87,24 @@ def _pieces(starts: tuple[int, ...], context: ContextShare, source: int, window:
 
 
 def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
-    """Whether some position of the first ranges sees one of the others: is at it, or less than ``window`` behind it."""
+    """Whether some position of the first ranges sees one of the others: is at it, or less than ``window``
+    behind it."""
     # how far positions of one range are behind those of another is every number from the least to the largest
     return any(
-        max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1) for first, last in asked for first_held, last_held in held
+        max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1)
+        for first, last in asked
+        for first_held, last_held in held
     )
 
 
-def _inside_window(piece: _Piece, starts: tuple[int, ...], context: ContextShare, source: int, window: int, device: torch.device) -> _Piece:
+def _inside_window(
+    piece: _Piece,
+    starts: tuple[int, ...],
+    context: ContextShare,
+    source: int,
+    window: int,
+    device: torch.device,
+) -> _Piece:
     """The piece with what the window leaves of it."""
     asking = context.index(starts, device)[piece.queries]
     held = ContextShare(source, context.size).index(starts, device)[piece.keys]
@@ -100,7 +117,9 @@ class _Round:
 
     def __init__(self, tensor: torch.Tensor, context: ContextShare) -> None:
         assert context.group is not None
-        after, before = (dist.get_global_rank(context.group, (context.rank + step) % context.size) for step in (1, -1))
+        after, before = (
+            dist.get_global_rank(context.group, (context.rank + step) % context.size) for step in (1, -1)
+        )
         self._arriving = torch.empty_like(tensor)
         operations = [
             # Both in one batch: sends and receives one by one can wait for each other around the ring.
@@ -144,8 +163,14 @@ class _RingAttention(torch.autograd.Function):
         logsumexp = torch.full(query.shape[:3], float("-inf"), dtype=sums, device=query.device)
         for source, held in _go_round(both, context):
             for piece in _pieces(starts, context, source, window, query.device):
-                asked, keys, values = query[:, :, piece.queries], held[0][:, :, piece.keys], held[1][:, :, piece.keys]
-                part, part_sum = partial_attention(asked, keys, values, scale, causal=piece.causal, seen=piece.seen)
+                asked, keys, values = (
+                    query[:, :, piece.queries],
+                    held[0][:, :, piece.keys],
+                    held[1][:, :, piece.keys],
+                )
+                part, part_sum = partial_attention(
+                    asked, keys, values, scale, causal=piece.causal, seen=piece.seen
+                )
                 _join(output[:, :, piece.queries], logsumexp[:, :, piece.queries], part, part_sum)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, both, output, logsumexp)
@@ -167,7 +192,15 @@ class _RingAttention(torch.autograd.Function):
                 asked, pulled, made = (tensor[:, :, piece.queries] for tensor in (query, gradient, output))
                 keys, values = held[0][:, :, piece.keys], held[1][:, :, piece.keys]
                 parts = partial_gradients(
-                    pulled, asked, keys, values, made, logsumexp[:, :, piece.queries], scale, causal=piece.causal, seen=piece.seen
+                    pulled,
+                    asked,
+                    keys,
+                    values,
+                    made,
+                    logsumexp[:, :, piece.queries],
+                    scale,
+                    causal=piece.causal,
+                    seen=piece.seen,
                 )
                 of_query[:, :, piece.queries] += parts[0]
                 added[0][:, :, piece.keys] += parts[1]
@@ -180,7 +213,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
-    """Take a part into the output and log-sum-exp so far, in place. Where neither has seen a key yet, both stay as they are."""
+    """Take a part into the output and log-sum-exp so far, in place. Where neither has seen a key yet, both
+    stay as they are."""
     joint = torch.logaddexp(logsumexp, part_sum)
     # -inf minus -inf would be NaN.
     finite = joint.masked_fill(joint == float("-inf"), 0.0)

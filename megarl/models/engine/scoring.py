@@ -1,8 +1,10 @@
-"""Models that score: a linear layer with one output in the place of a language model's output layer, as reward and value models have.
+"""Models that score: a linear layer with one output in the place of a language model's output layer, as
+reward and value models have.
 
-transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and is never tied to the
-embedding. A language model becomes one by the configuration (``policy.reward_model_cfg``): its output layer is left out, and the score
-layer is drawn from the seed alone, so that it is the same in every layout and on every backend.
+transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and
+is never tied to the embedding. A language model becomes one by the configuration
+(``policy.reward_model_cfg``): its output layer is left out, and the score layer is drawn from the seed alone,
+so that it is the same in every layout and on every backend.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from megarl.errors import ModelError
 
 SCORE = "score.weight"
 _OUTPUT_LAYERS = re.compile(r"lm_head\.weight|.*\.shared_head\.head\.weight")
-"""Names of a language model's output layer, and of the copies that layers which predict further tokens have of it."""
+"""Names of a language model's output layer, and of the copies that layers which predict further tokens have
+of it."""
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
@@ -36,12 +39,14 @@ def scoring_config(hf_config: Any) -> Any:
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
         raise ModelError(
-            f"policy.model_name: it scores with {config.num_labels} labels, and policy.reward_model_cfg wants 1. "
+            f"policy.model_name: it scores with {config.num_labels} labels, and policy.reward_model_cfg "
+            "wants 1. "
             "Fix: give a language model, or a reward model with one label"
         )
     if given is not None and given != wanted and not given.endswith("ForCausalLM"):
         raise ModelError(
-            f"policy.model_name: it is a {given}, and policy.reward_model_cfg wants a language model or a {wanted}. Fix: give one of these"
+            f"policy.model_name: it is a {given}, and policy.reward_model_cfg wants a language model or a "
+            f"{wanted}. Fix: give one of these"
         )
     config.architectures = [wanted]
     config.num_labels = 1
@@ -52,28 +57,38 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
     """What ``scoring_config`` changed, as a ``config.json`` says it."""
     said = config.to_dict()
     keys = ("architectures", "id2label", "label2id", "pad_token_id")
-    return {key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key] for key in keys}
+    return {
+        key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key]
+        for key in keys
+    }
 
 
 def _scoring_class(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
-    name = of_remote_code.rpartition(".")[2] if of_remote_code else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    name = (
+        of_remote_code.rpartition(".")[2]
+        if of_remote_code
+        else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    )
     if name is None:
         raise ModelError(
-            f"policy.reward_model_cfg: transformers has no class with a score layer ({_AUTO_CLASS}) for model_type "
+            f"policy.reward_model_cfg: transformers has no class with a score layer ({_AUTO_CLASS}) for "
+            "model_type "
             f"{config.model_type!r}. Fix: take a model of another family"
         )
     return str(name)
 
 
 def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> HuggingFaceSource:
-    """The weights of a model that scores: those of ``source`` where it has a score layer, else its language model with a new one.
+    """The weights of a model that scores: those of ``source`` where it has a score layer, else its language
+    model with a new one.
 
     Args:
         source: the checkpoint.
-        hf_config: its config; the new layer is drawn from a normal distribution of ``initializer_range``, as transformers draws it.
+        hf_config: its config; the new layer is drawn from a normal distribution of ``initializer_range``, as
+            transformers draws it.
         seed: of the new layer.
     """
     if SCORE in source:

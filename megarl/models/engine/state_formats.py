@@ -46,7 +46,9 @@ class StateFormat(Protocol):
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Return the values from ``first`` to ``last``, float32; a view where they are stored so."""
 
-    def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
+    def write(
+        self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
+    ) -> None:
         """Store float32 values from ``first`` on, to the end of a block or of the shard.
 
         Args:
@@ -64,7 +66,9 @@ class Float32:
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return stored[first:last]
 
-    def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
+    def write(
+        self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
+    ) -> None:
         target = stored[first : first + values.numel()]
         # read gave a view: then the step has written in place.
         if target.data_ptr() != values.data_ptr():
@@ -80,7 +84,9 @@ class BFloat16:
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return stored[first:last].float()
 
-    def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
+    def write(
+        self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
+    ) -> None:
         if bits is not None:
             # carries into the upper half as often as the lower half says; sign and magnitude are stored
             # apart, so negative numbers need nothing else
@@ -121,9 +127,13 @@ class Blockwise:
         scales, codes = _parts(stored)
         # int32 indices: torch takes uint8 for a mask.
         values = _on(self, stored.device)[codes[first:last].int()]
-        return values.mul_(scales[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK)[: last - first])
+        return values.mul_(
+            scales[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK)[: last - first]
+        )
 
-    def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
+    def write(
+        self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
+    ) -> None:
         scales, codes = _parts(stored)
         count = values.numel()
         missing = -count % BLOCK
@@ -133,7 +143,9 @@ class Blockwise:
         # 20 bits are rounded off: 16 random ones on top, and of the four below them half of what they can
         # hold.
         rounding = (bits << 4 | 8) if bits is not None else 1 << _ROUNDED_OFF - 1
-        found = (sizes.view(torch.int32) + rounding).bitwise_right_shift_(_ROUNDED_OFF).add_(self._largest - _ONE)
+        found = (
+            (sizes.view(torch.int32) + rounding).bitwise_right_shift_(_ROUNDED_OFF).add_(self._largest - _ONE)
+        )
         if self.signed:
             chance = bits / 2**16 if bits is not None else 0.5
             found = torch.where(sizes < self.least, (sizes > chance * self.least).int(), found)

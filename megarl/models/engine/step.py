@@ -19,7 +19,15 @@ from megarl.distributed.device import is_out_of_memory, runtime
 from megarl.errors import BatchError, ConfigError, MicroBatchMemoryError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
-from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead, TopkHead, ValueHead, ValueLossHead
+from megarl.models.engine.heads import (
+    Head,
+    HeadOutput,
+    LogprobHead,
+    LossHead,
+    TopkHead,
+    ValueHead,
+    ValueLossHead,
+)
 from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
 from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
@@ -66,10 +74,13 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
     if group is None:
         return
     counts: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, sum(len(chunk.micro_batches(backend.shapes)) for chunk in chunks), group=group)
+    dist.all_gather_object(
+        counts, sum(len(chunk.micro_batches(backend.shapes)) for chunk in chunks), group=group
+    )
     if len(set(counts)) > 1:
         raise BatchError(
-            f"data-parallel replicas have {counts} micro-batches, and their passes meet in collectives; give each the same number "
+            f"data-parallel replicas have {counts} micro-batches, and their passes meet in collectives; "
+            "give each the same number "
             "(shard the batch with megarl.models.policy.batch_plan.shard_batch)"
         )
 
@@ -95,12 +106,16 @@ class _Watched:
         self.last = self._places.get(id(model_input), self.last)
         return self._head.asks(model_input)
 
-    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+    def __call__(
+        self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
+    ) -> HeadOutput:
         """See ``Head``."""
         return self._head(output, model_input, request)
 
 
-def _run_micro_batches(backend: Backend, chunk: Chunk, head: Head, kind: str, *, backward: bool = False) -> tuple[list[HeadOutput], int]:
+def _run_micro_batches(
+    backend: Backend, chunk: Chunk, head: Head, kind: str, *, backward: bool = False
+) -> tuple[list[HeadOutput], int]:
     """``backend.forward_backward`` over the micro-batches of a chunk.
 
     Args:
@@ -129,15 +144,20 @@ def _run_micro_batches(backend: Backend, chunk: Chunk, head: Head, kind: str, *,
     return outputs, sum(each.micro_batch.positions for each in inputs)
 
 
-def _error_of(error: BaseException, kind: str, inputs: Sequence[ModelInput], number: int) -> MicroBatchMemoryError:
+def _error_of(
+    error: BaseException, kind: str, inputs: Sequence[ModelInput], number: int
+) -> MicroBatchMemoryError:
     micro_batch, here = inputs[number].micro_batch, runtime()
     rows, tokens, positions = micro_batch.size, sum(micro_batch.lengths), micro_batch.positions
     peak, limit = here.memory().peak_reserved_mb / 1024, here.memory_limit() / 2**30
     first_line = next(iter(str(error).splitlines()), "")
     return MicroBatchMemoryError(
-        f"out of memory in a {kind} pass, at micro-batch {number + 1} of {len(inputs)}: {rows} rows, {tokens} tokens in {positions} "
-        f"positions; peak {peak:.2f} GiB, limit {limit:.2f} GiB ({type(error).__name__}: {first_line}). No weight was changed by it. "
-        f"Fix: a smaller {_ADVICE[kind]}; policy.logprob_chunk_size; recomputed activations; or more ranks that share a layer."
+        f"out of memory in a {kind} pass, at micro-batch {number + 1} of {len(inputs)}: {rows} rows, "
+        f"{tokens} tokens in {positions} "
+        f"positions; peak {peak:.2f} GiB, limit {limit:.2f} GiB ({type(error).__name__}: {first_line}). No "
+        "weight was changed by it. "
+        f"Fix: a smaller {_ADVICE[kind]}; policy.logprob_chunk_size; recomputed activations; or more ranks "
+        "that share a layer."
     )
 
 
@@ -156,17 +176,19 @@ def logprobs_of_batch(
 
     Args:
         backend: the model.
-        data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's device; perhaps ``WANTED``.
+        data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's
+            device; perhaps ``WANTED``.
         batching: how rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0. So is what is not wanted,
-        unless the output layer cannot leave it out.
+        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
+        So is what is not wanted, unless the output layer cannot leave it out.
 
     Raises:
-        BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
+        BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one
+            of them perhaps no rows.
     """
     head = LogprobHead(backend.vocabulary, sampling, chunk_size)
     return _of_batch(backend, data, batching, head, LOGPROBS)["logprobs"]
@@ -182,20 +204,22 @@ def topk_of_batch(
     vocabulary_size: int | None = None,
     chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The most likely tokens after each token of a batch under the present weights, in the pass of the log-probabilities.
+    """The most likely tokens after each token of a batch under the present weights, in the pass of the
+    log-probabilities.
 
     Args:
         backend, data, batching, chunk_size: as for ``logprobs_of_batch``.
         count: K, tokens a position; at most the vocabulary.
         sampling: the temperature; it has to keep all tokens.
-        vocabulary_size: the model counts as one that has no tokens from this on, where its output layer has more rows than that of whoever
-            is to read them; None for all of its own.
+        vocabulary_size: the model counts as one that has no tokens from this on, where its output layer has
+            more rows than that of whoever is to read them; None for all of its own.
 
     Returns:
-        ``logprobs`` [B, S] as of ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest first: logarithms of probabilities,
-        which are logits whose exponentials add up to 1 over the vocabulary. ``topk_indices`` [B, S, K] int64, their tokens, of equally
-        likely ones the lower first. Entry i is of the token that follows token i; where none does, 0; so is what is not wanted, unless the
-        output layer cannot leave it out.
+        ``logprobs`` [B, S] as of ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest first:
+        logarithms of probabilities, which are logits whose exponentials add up to 1 over the vocabulary.
+        ``topk_indices`` [B, S, K] int64, their tokens, of equally likely ones the lower first. Entry i is of
+        the token that follows token i; where none does, 0; so is what is not wanted, unless the output layer
+        cannot leave it out.
 
     Raises:
         BatchError: as ``logprobs_of_batch``; ``count`` is not between 1 and the vocabulary.
@@ -203,7 +227,10 @@ def topk_of_batch(
     """
     size = min(backend.vocabulary.size, vocabulary_size or backend.vocabulary.size)
     if not 1 <= count <= size:
-        raise BatchError(f"k = {count}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give a number of these")
+        raise BatchError(
+            f"k = {count}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give "
+            "a number of these"
+        )
     _require_all_tokens(sampling, size, "the most likely tokens")
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
@@ -214,7 +241,8 @@ def topk_of_batch(
 def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> None:
     if not sampling.keeps_all(size):
         raise ConfigError(
-            f"policy.generation: top_k = {sampling.top_k}, top_p = {sampling.top_p} leave tokens out, and those have no log-probability: "
+            f"policy.generation: top_k = {sampling.top_k}, top_p = {sampling.top_p} leave tokens out, and "
+            "those have no log-probability: "
             f"{what} cannot be scored. Fix: write top_k: null and top_p: 1.0"
         )
 
@@ -228,7 +256,8 @@ def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batchin
         batching: how rows become micro-batches.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``: entry i is what the model says at token i; padding is exactly 0.
+        [B, S] float32 on every pipeline stage, in the order of ``data``: entry i is what the model says at
+        token i; padding is exactly 0.
 
     Raises:
         BatchError: as ``logprobs_of_batch``.
@@ -241,17 +270,23 @@ _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 
-def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns) -> dict[str, torch.Tensor]:
+def _of_batch(
+    backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns
+) -> dict[str, torch.Tensor]:
     """[B, S, ...] each: the tensors that a head gives for each micro-batch, in the order of ``data``."""
     rows, length = data["input_ids"].shape
     device = data["input_ids"].device
-    backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
+    # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
+    backend.sync_parameters()
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
     # The last micro-batch is filled with copies, whose results are dropped below: a pipeline takes one shape.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
-        return {name: torch.zeros(0, length, *shape, dtype=dtype, device=device) for name, (shape, dtype) in columns.items()}
+        return {
+            name: torch.zeros(0, length, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in columns.items()
+        }
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in columns}
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
@@ -263,7 +298,11 @@ def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, hea
     joined = {}
     for name, (shape, dtype) in columns.items():
         # The others give memory of the same shape, into which the broadcast writes.
-        here = torch.cat(parts[name]) if backend.groups.is_last_stage else torch.empty(rows, length, *shape, dtype=dtype, device=device)
+        here = (
+            torch.cat(parts[name])
+            if backend.groups.is_last_stage
+            else torch.empty(rows, length, *shape, dtype=dtype, device=device)
+        )
         joined[name] = backend.groups.from_last_stage(here)
     return joined
 
@@ -278,9 +317,11 @@ def train_on_batch(
     limit: SkipLimit | None,
     chunk_size: int | None = None,
 ) -> TrainResult:
-    """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a ``limit``.
+    """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a
+    ``limit``.
 
-    No step follows a global batch whose loss or gradient is not finite on any rank: weights, optimizer and schedule stay as they are.
+    No step follows a global batch whose loss or gradient is not finite on any rank: weights, optimizer and
+    schedule stay as they are.
 
     Args:
         backend: the model.
@@ -289,7 +330,8 @@ def train_on_batch(
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
-        limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.
+        limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many
+            may be skipped.
 
     Raises:
         NonFiniteError: on all ranks, as ``limit`` says.
@@ -301,7 +343,10 @@ def train_on_batch(
     skipped: list[SkippedBatch] = []
     steps = positions = 0
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
-    with_entropies, further = getattr(loss_fn, "needs_entropies", False), getattr(loss_fn, "scored_tokens", None)
+    with_entropies, further = (
+        getattr(loss_fn, "needs_entropies", False),
+        getattr(loss_fn, "scored_tokens", None),
+    )
     if further is not None:
         _require_all_tokens(sampling, backend.vocabulary.size, f"the tokens of {further}")
     of_language = LogprobHead(backend.vocabulary, sampling, chunk_size, with_entropies, further)
@@ -339,20 +384,25 @@ def train_on_batch(
         if steps:
             # Once a call, however many global batches it had: the schedule counts calls.
             backend.lr_step()
-    return TrainResult(torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions)
+    return TrainResult(
+        torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions
+    )
 
 
 def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutcome, bool]:
-    """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an overflow of float16's scaling."""
+    """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an
+    overflow of float16's scaling."""
     loss_is_finite = math.isfinite(loss)
-    outcome = backend.apply_gradients(lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device))
+    outcome = backend.apply_gradients(
+        lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device)
+    )
     return outcome, outcome.stepped or (outcome.overflowed and on_all_ranks(loss_is_finite, device))
 
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Outcome of one global batch: its loss, this rank's results and metrics by micro-batch, metrics of the batch as a whole, and the
-    positions of this rank's micro-batches."""
+    """Outcome of one global batch: its loss, this rank's results and metrics by micro-batch, metrics of the
+    batch as a whole, and the positions of this rank's micro-batches."""
 
     loss: float
     outputs: Sequence[HeadOutput]
@@ -370,20 +420,30 @@ def _global_batch(
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
-    head: Head = ValueLossHead(loss_fn, reads, normalizers) if isinstance(reads, ValueHead) else LossHead(loss_fn, reads, normalizers)
+    head: Head = (
+        ValueLossHead(loss_fn, reads, normalizers)
+        if isinstance(reads, ValueHead)
+        else LossHead(loss_fn, reads, normalizers)
+    )
     if update:
         backend.zero_grad()
     outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
     # In float64, so that the logged loss does not depend on how many micro-batches it was added up from.
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
-    share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
+    share = (
+        torch.stack(shares).sum()
+        if shares
+        else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
+    )
     # A sum and no mean: each share is divided by counts of the whole global batch already.
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
     figures = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
     # All numbers of the batch in one copy: each .item() would wait for the device.
     values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
     loss_value, sequences, tokens = (next(values) for _ in figures)
-    measured = backend.groups.object_from_last_stage([{name: next(values) for name in output.metrics} for output in outputs])
+    measured = backend.groups.object_from_last_stage(
+        [{name: next(values) for name in output.metrics} for output in outputs]
+    )
     batch_metrics = {"global_valid_seqs": sequences, "global_valid_toks": tokens, **backend.schedule_values()}
     return _GlobalBatch(loss_value, outputs, measured, batch_metrics, positions)
 
@@ -397,16 +457,28 @@ def as_floats(values: Sequence[Any]) -> list[float]:
             kinds[value.device][value.dtype].append(place)
     floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     for by_dtype in kinds.values():
-        together = torch.cat([torch.stack([values[place].reshape(()) for place in places]).double() for places in by_dtype.values()])
-        for place, number in zip(itertools.chain.from_iterable(by_dtype.values()), together.tolist(), strict=True):
+        together = torch.cat(
+            [
+                torch.stack([values[place].reshape(()) for place in places]).double()
+                for places in by_dtype.values()
+            ]
+        )
+        for place, number in zip(
+            itertools.chain.from_iterable(by_dtype.values()), together.tolist(), strict=True
+        ):
             floats[place] = number
     return floats
 
 
-def _averaged_over_batches(metrics: Mapping[str, list[float]], loss_fn: Any, count: int) -> dict[str, list[float]]:
-    """Metrics that are sums over a global batch become shares of their mean over the ``count`` global batches."""
+def _averaged_over_batches(
+    metrics: Mapping[str, list[float]], loss_fn: Any, count: int
+) -> dict[str, list[float]]:
+    """Metrics that are sums over a global batch become shares of their mean over the ``count`` global
+    batches."""
     declared = getattr(loss_fn, "metric_reductions", {})
     return {
-        name: [value / count for value in values] if declared.get(name, default_reduction(name)) is Reduction.SUM else list(values)
+        name: [value / count for value in values]
+        if declared.get(name, default_reduction(name)) is Reduction.SUM
+        else list(values)
         for name, values in metrics.items()
     }

@@ -1,9 +1,11 @@
 """The k most likely tokens of each position, by logits that are split over the vocabulary.
 
-Each rank finds the k largest of its own columns; these are gathered over the tensor-parallel group, and the k largest of them are those of
-the vocabulary. Of equal logits the lower token id comes first, so that the choice depends neither on the layout nor on how a device sorts.
+Each rank finds the k largest of its own columns; these are gathered over the tensor-parallel group, and the k
+largest of them are those of the vocabulary. Of equal logits the lower token id comes first, so that the
+choice depends neither on the layout nor on how a device sorts.
 
-Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding, R tensor-parallel ranks.
+Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding, R
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ _IDS = 2**32 - 1
 
 
 def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
-    """[T, count] int64: the vocabulary indices of the largest logits, the largest first; of equal ones the lower index first.
+    """[T, count] int64: the vocabulary indices of the largest logits, the largest first; of equal ones the
+    lower index first.
 
-    Padding columns are never among them. Where a logit is not a number, neither is any log-probability, and the tokens are any.
+    Padding columns are never among them. Where a logit is not a number, neither is any log-probability, and
+    the tokens are any.
 
     Args:
         logits: [T, V] this rank's columns, any floating dtype.
@@ -36,7 +40,8 @@ def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> 
 
 
 def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
-    """[T, count] int64: keys of the largest of the own columns, in whose order a larger logit, and of equal ones a lower index, is more."""
+    """[T, count] int64: keys of the largest of the own columns, in whose order a larger logit, and of equal
+    ones a lower index, is more."""
     own = shard.own(logits.shape[1])
     here = min(count, own)
     keys = torch.full((len(logits), count), _NO_COLUMN, dtype=torch.int64, device=logits.device)
@@ -52,8 +57,11 @@ def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> t
     return keys
 
 
-def _largest_pairs(logits: torch.Tensor, shard: VocabularyShard, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, count] values and indices of the largest of the own columns, of float64, whose bits leave a key no room for the index."""
+def _largest_pairs(
+    logits: torch.Tensor, shard: VocabularyShard, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, count] values and indices of the largest of the own columns, of float64, whose bits leave a key no
+    room for the index."""
     own = shard.own(logits.shape[1])
     values = logits.new_full((len(logits), count), -torch.inf)
     tokens = torch.full_like(values, shard.size, dtype=torch.int64)
@@ -64,7 +72,8 @@ def _largest_pairs(logits: torch.Tensor, shard: VocabularyShard, count: int) -> 
 
 
 def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``count`` pairs of each row, in the order of falling values, and rising indices of equal values."""
+    """The first ``count`` pairs of each row, in the order of falling values, and rising indices of equal
+    values."""
     by_token = tokens.argsort(dim=1, stable=True)
     values, tokens = values.gather(1, by_token), tokens.gather(1, by_token)
     by_value = values.argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -1,6 +1,8 @@
-"""The worker that all backends share: the NeMo-RL policy API's methods, written once over the engine's ``Backend``.
+"""The worker that all backends share: the NeMo-RL policy API's methods, written once over the engine's
+``Backend``.
 
-A concrete worker builds its backend and hands it to ``EngineWorker``; everything a caller of the NeMo-RL policy API sees is here.
+A concrete worker builds its backend and hands it to ``EngineWorker``; everything a caller of the NeMo-RL
+policy API sees is here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.rendezvous import compare_collectives, init_process_group, set_group_timeouts
-from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
+from megarl.errors import (
+    BatchError,
+    CheckpointError,
+    MegarlError,
+    ModelError,
+    NonFiniteError,
+    RefitError,
+    StateError,
+)
 from megarl.models.engine.adapters import ADAPTER_DIRECTORY, write_peft
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
@@ -66,7 +76,8 @@ class StepTrace:
         self._profile.start()
 
     def stop(self, path: Path) -> str:
-        """End it and write it, in the trace format of Chrome, which ``chrome://tracing`` and ui.perfetto.dev open; the path.
+        """End it and write it, in the trace format of Chrome, which ``chrome://tracing`` and ui.perfetto.dev
+        open; the path.
 
         Raises:
             StateError: the file cannot be written.
@@ -76,20 +87,30 @@ class StepTrace:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            raise StateError(f"profile {path} cannot be written: {error}. Fix: see to free space and permissions there") from error
+            raise StateError(
+                f"profile {path} cannot be written: {error}. Fix: see to free space and permissions there"
+            ) from error
         return str(path)
 
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
 _OF_LANGUAGE_MODELS = frozenset(
-    {"get_logprobs", "get_topk_logits", "generate", "prepare_refit_info", "prepare_weights_for_ipc", "init_collective"}
+    {
+        "get_logprobs",
+        "get_topk_logits",
+        "generate",
+        "prepare_refit_info",
+        "prepare_weights_for_ipc",
+        "init_collective",
+    }
 )
 """Methods that a model which scores has no answer to; engines that weights are sent to generate."""
 
 
 def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:
-    """The device of this process, active, with the default process group joined and all random-number generators seeded.
+    """The device of this process, active, with the default process group joined and all random-number
+    generators seeded.
 
     Args:
         seed: of Python, numpy and torch.
@@ -109,7 +130,8 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
 
 
 class EngineWorker(ReceivingWorker, ABC):
-    """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass makes.
+    """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass
+    makes.
 
     Args:
         config: the checked policy configuration; absent optional keys are filled in.
@@ -118,14 +140,18 @@ class EngineWorker(ReceivingWorker, ABC):
         optimizer_path: optimizer checkpoint to continue from.
         init_optimizer: False for a model that is only read.
         init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
-        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, the groups are the backend's own.
-        pre_init_communication_queue: accepted for it and not needed: every rank reads its own part of the weights.
+        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, the groups are the
+            backend's own.
+        pre_init_communication_queue: accepted for it and not needed: every rank reads its own part of the
+            weights.
         seed: for random-number generators.
-        collective_timeout_s: bound of every collective of this process, seconds; None leaves each group its own.
+        collective_timeout_s: bound of every collective of this process, seconds; None leaves each group its
+            own.
         check_collectives: compare every collective over its ranks before it begins; slow.
 
     Raises:
-        ConversionError, ModelError: the model cannot be carried over, or its config and weights do not fit together.
+        ConversionError, ModelError: the model cannot be carried over, or its config and weights do not fit
+            together.
         ConfigError: the precision, the optimizer, the schedule or the parallel plan is not possible.
         CheckpointError: a checkpoint is missing or belongs to another model.
     """
@@ -166,7 +192,11 @@ class EngineWorker(ReceivingWorker, ABC):
         self.reference: ReferenceWeights | BaseAsReference | None = None
         if init_reference_model:
             # With adapters the base is the reference, and no copy of it is kept.
-            self.reference = ReferenceWeights(backend, runtime) if backend.without_adapters() is None else BaseAsReference()
+            self.reference = (
+                ReferenceWeights(backend, runtime)
+                if backend.without_adapters() is None
+                else BaseAsReference()
+            )
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
         self._weights_version = 0
@@ -188,17 +218,23 @@ class EngineWorker(ReceivingWorker, ABC):
         self._stages: Stages | None = None
         self._trace: StepTrace | None = None
         # Before a checkpoint is read: a model with NaN in it should be blamed, and not the checkpoint.
-        self._require_finite_weights(f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError)
+        self._require_finite_weights(
+            f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError
+        )
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
     @staticmethod
     @abstractmethod
-    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> Backend:
+    def make_backend(
+        config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
+    ) -> Backend:
         """The divided model with its optimizer, on a filled-in configuration."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
+        return (
+            f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
+        )
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -212,7 +248,12 @@ class EngineWorker(ReceivingWorker, ABC):
     # training and log-probabilities
 
     def train(
-        self, data: BatchedDataDict[Any], loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
     ) -> dict[str, Any]:
         """Train on (or, with ``eval_mode``, only evaluate) this data-parallel rank's share of the batch.
 
@@ -220,17 +261,21 @@ class EngineWorker(ReceivingWorker, ABC):
             data: rows of the NeMo-RL policy API, on the CPU.
             loss_fn: a ``LossFunction``.
             eval_mode: change nothing: no gradients, no optimizer step, no schedule step.
-            gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by default.
+            gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by
+                default.
             mbs: rows of a micro-batch; ``train_micro_batch_size`` by default.
 
         Returns:
-            ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in evaluation), ``rank``,
-            ``all_mb_metrics`` a list for each metric, ``skipped`` global batches without a step (rows counted in this replica's share),
-            ``positions`` of this replica's passes, padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
+            ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in
+            evaluation), ``rank``, ``all_mb_metrics`` a list for each metric, ``skipped`` global batches
+            without a step (rows counted in this replica's share), ``positions`` of this replica's passes,
+            padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
 
         Raises:
-            ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the reverse.
-            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go on.
+            ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the
+                reverse.
+            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go
+                on.
         """
         check_loss(loss_fn, scores=self.scores)
         self._require("train", optimizer=not eval_mode)
@@ -239,7 +284,9 @@ class EngineWorker(ReceivingWorker, ABC):
         if "sample_mask" not in data:
             raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
         check_sequence_dimension(data)
-        batching = self._plan_of(data) or FixedRows(micro_batch, self._local_batch_size(data, global_batch, micro_batch))
+        batching = self._plan_of(data) or FixedRows(
+            micro_batch, self._local_batch_size(data, global_batch, micro_batch)
+        )
         skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
         # before, not after: a call that ends in an error may have taken steps
         self._weights_version += not eval_mode
@@ -265,19 +312,27 @@ class EngineWorker(ReceivingWorker, ABC):
     def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
         ranks = self.backend.groups.data_size
         if global_batch % ranks:
-            raise BatchError(f"global batch size = {global_batch}: not a multiple of the {ranks} data-parallel ranks; choose a multiple")
+            raise BatchError(
+                f"global batch size = {global_batch}: not a multiple of the {ranks} data-parallel ranks; "
+                "choose a multiple"
+            )
         local = global_batch // ranks
         if local % micro_batch:
             raise BatchError(
-                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch on one data-parallel rank; "
+                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch "
+                "on one data-parallel rank; "
                 "choose a divisor"
             )
         if batch_size(data) % local or batch_size(data) == 0:
-            raise BatchError(f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} (one global batch)")
+            raise BatchError(
+                f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} "
+                "(one global batch)"
+            )
         return local
 
     def _plan_of(self, data: BatchedDataDict[Any]) -> Planned | None:
-        """The micro-batches that the driver planned by tokens; None where micro-batches have a fixed number of rows.
+        """The micro-batches that the driver planned by tokens; None where micro-batches have a fixed number
+        of rows.
 
         Raises:
             BatchError: the configuration asks for a plan and the batch has none.
@@ -300,17 +355,21 @@ class EngineWorker(ReceivingWorker, ABC):
         """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
 
         Args:
-            data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B, S], perhaps
-                ``sample_mask`` [B].
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B,
+                S], perhaps ``sample_mask`` [B].
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
             skip_masked: tokens under a mask of 0 are not scored; they are 0 too.
         """
         self._require("get_logprobs")
         batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
         chunk_size = self.cfg["logprob_chunk_size"]
-        found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size)
+        found = logprobs_of_batch(
+            self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size
+        )
         logprobs = found.cpu()
-        return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
+        return BatchedDataDict(
+            {"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))}
+        )
 
     def get_topk_logits(
         self,
@@ -331,7 +390,8 @@ class EngineWorker(ReceivingWorker, ABC):
             vocabulary_size: tokens from this on count as none; None for all.
 
         Returns:
-            As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32, ``topk_indices`` [B, S, k] int64, and
+            As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
+                ``topk_indices`` [B, S, k] int64, and
             ``logprobs`` [B, S] of the tokens that are there.
         """
         self._require("get_topk_logits")
@@ -348,13 +408,20 @@ class EngineWorker(ReceivingWorker, ABC):
         columns = {name: values.cpu() for name, values in found.items()}
         if wanted is not None:
             followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
-            places = {"logprobs": wanted, **dict.fromkeys(("topk_logits", "topk_indices"), followed[..., None])}
-            columns = {name: values.where(places[name], torch.zeros_like(values)) for name, values in columns.items()}
+            places = {
+                "logprobs": wanted,
+                **dict.fromkeys(("topk_logits", "topk_indices"), followed[..., None]),
+            }
+            columns = {
+                name: values.where(places[name], torch.zeros_like(values)) for name, values in columns.items()
+            }
         return BatchedDataDict(columns)
 
-    def get_values(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
-        """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is what it says at token i, from
-        all tokens up to it; padding is 0.
+    def get_values(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is
+        what it says at token i, from all tokens up to it; padding is 0.
 
         Args:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B].
@@ -367,19 +434,24 @@ class EngineWorker(ReceivingWorker, ABC):
     def _scored_batch(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
     ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
-        """Return what a pass that scores reads of ``data``, on the device; how it is cut; and the tokens that are wanted, bool [B, S] on
-        the host, None for all."""
+        """Return what a pass that scores reads of ``data``, on the device; how it is cut; and the tokens that
+        are wanted, bool [B, S] on the host, None for all."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
         wanted = under_mask(data) if skip_masked else None
-        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
+        batch = move_to(
+            {key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted
+        )
         return batch, self._plan_of(data) or FixedRows(rows), wanted
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Inside, the model has the reference policy's weights."""
         if self.reference is None:
-            raise StateError("there is no reference policy: the worker was built with init_reference_model=False; build it with True")
+            raise StateError(
+                "there is no reference policy: the worker was built with init_reference_model=False; build "
+                "it with True"
+            )
         self._require("use_reference_model")
         with self.reference.swapped_in(self.backend):
             before, self._reference_is_in = self._reference_is_in, True
@@ -396,14 +468,20 @@ class EngineWorker(ReceivingWorker, ABC):
             found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})
 
-    def _require(self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference") -> None:
+    def _require(
+        self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference"
+    ) -> None:
         if self.scores and method in _OF_LANGUAGE_MODELS:
             raise StateError(
-                f"{method}(): policy.reward_model_cfg.enabled = True, and a model that scores has no output layer over tokens. "
+                f"{method}(): policy.reward_model_cfg.enabled = True, and a model that scores has no output "
+                "layer over tokens. "
                 "Fix: set it to false, or call get_values()"
             )
         if not self.scores and method == "get_values":
-            raise StateError("get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled for a model that scores")
+            raise StateError(
+                "get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled for a "
+                "model that scores"
+            )
         self._refuse_unfinished_load(method)
         if optimizer:
             self._refuse_reference(method)
@@ -414,7 +492,8 @@ class EngineWorker(ReceivingWorker, ABC):
         """Refuse what would mix the reference policy's weights with the policy's own."""
         if self._reference_is_in:
             raise StateError(
-                f"{method}() inside use_reference_model() would take the reference policy for the policy; leave the context first"
+                f"{method}() inside use_reference_model() would take the reference policy for the policy; "
+                "leave the context first"
             )
 
     # where parameters, gradients and optimizer state are
@@ -427,8 +506,8 @@ class EngineWorker(ReceivingWorker, ABC):
             self.runtime.empty_cache()
 
     def prepare_for_lp_inference(self) -> None:
-        """Parameters on the device, evaluation behaviour; with ``policy.offload_optimizer_for_logprob`` gradients and optimizer state
-        leave."""
+        """Parameters on the device, evaluation behaviour; with ``policy.offload_optimizer_for_logprob``
+        gradients and optimizer state leave."""
         stays = not self.cfg["offload_optimizer_for_logprob"]
         self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference", stays=stays)
         self.backend.set_training(False)
@@ -448,18 +527,22 @@ class EngineWorker(ReceivingWorker, ABC):
         self.backend.set_training(False)
         self.runtime.empty_cache()
         figures = self.runtime.memory()
-        logger.info("after refit: %.0f MiB allocated, %.0f MiB reserved", figures.allocated_mb, figures.reserved_mb)
+        logger.info(
+            "after refit: %.0f MiB allocated, %.0f MiB reserved", figures.allocated_mb, figures.reserved_mb
+        )
 
     # refit: the present weights, to an engine that generates on the same devices
 
     def _factors(self) -> WeightIterator:
-        """Return the factors of all adapters, by PEFT's names: what engines get that compute with adapters. A collective."""
+        """Return the factors of all adapters, by PEFT's names: what engines get that compute with adapters. A
+        collective."""
         found = self.backend.export_adapters()
         assert found is not None, "policy.peft is enabled"
         return found[1]
 
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
-        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on all but the first."""
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on
+        all but the first."""
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
@@ -471,7 +554,8 @@ class EngineWorker(ReceivingWorker, ABC):
         return self.prepare_refit_info()
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the bytes that a group may have."""
+        """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the
+        bytes that a group may have."""
         budget = self.begin_refit()
         return self._sender.manifest.padded_sizes, float(budget)
 
@@ -485,19 +569,22 @@ class EngineWorker(ReceivingWorker, ABC):
         return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer return ``{device: payload}``."""
+        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer
+        return ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send(list(keys))
 
     def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
-        """Return the handles of a group by the index of its first weight in the order of sending, and how many it has."""
+        """Return the handles of a group by the index of its first weight in the order of sending, and how
+        many it has."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a rank that publishes none."""
+        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a
+        rank that publishes none."""
         self.prepare_refit_info()
         return self._handing.mailbox()
 
@@ -509,8 +596,8 @@ class EngineWorker(ReceivingWorker, ABC):
             first_rank_only: the other ranks give a digest.
 
         Returns:
-            The names of the weights that go as slices, the same on all ranks, or ``names_digest`` of them; mailboxes are others where there
-            are any.
+            The names of the weights that go as slices, the same on all ranks, or ``names_digest`` of them;
+            mailboxes are others where there are any.
         """
         names = self._sent_as_slices(wanted)
         return names_digest(names) if first_rank_only and dist.get_rank() else names
@@ -535,14 +622,16 @@ class EngineWorker(ReceivingWorker, ABC):
         return list(manifest.slices)
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
-        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a host can, the one that would
-        be on the same GPU: engines lie one after another over the policy's ranks."""
+        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a
+        host can, the one that would be on the same GPU: engines lie one after another over the policy's
+        ranks."""
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
         return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
-        """Give the present weights to the ranks of engines beside this worker, each group when the one before the last was read.
+        """Give the present weights to the ranks of engines beside this worker, each group when the one before
+        the last was read.
 
         Args:
             session: number of the engines, from ``RolloutEngine.meet``.
@@ -551,7 +640,8 @@ class EngineWorker(ReceivingWorker, ABC):
 
         Raises:
             StateError: the weights are not those of the policy, or in host memory.
-            RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank does not read.
+            RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank
+                does not read.
         """
         try:
             room = self._begin_together()
@@ -566,7 +656,8 @@ class EngineWorker(ReceivingWorker, ABC):
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
     def _begin_together(self) -> int:
-        """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on every one of them."""
+        """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on
+        every one of them."""
         failure: Exception | None = None
         room = -1
         try:
@@ -578,17 +669,20 @@ class EngineWorker(ReceivingWorker, ABC):
         least = torch.tensor([room], device=self.runtime.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         if int(least) < 0:
-            raise failure or RefitError("another rank of the policy could not begin the refit: see its own error, and refit anew")
+            raise failure or RefitError(
+                "another rank of the policy could not begin the refit: see its own error, and refit anew"
+            )
         return int(least)
 
     # refit of an engine elsewhere
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of the stage alone is in it.
+        """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of
+        the stage alone is in it.
 
         Args:
-            ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as elsewhere; on Debian a host's own
-                name is 127.0.1.1 to itself.
+            ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as
+                elsewhere; on Debian a host's own name is 127.0.1.1 to itself.
             world_size: ranks of the engines, and one.
 
         Raises:
@@ -623,7 +717,10 @@ class EngineWorker(ReceivingWorker, ABC):
     def _who_sends(self) -> Stages:
         """Worked out once, from the names that the stages export; local."""
         if self._stages is None:
-            manifest, names = self._sender.manifest, () if self._sends_adapter else self.backend.names_by_stage()
+            manifest, names = (
+                self._sender.manifest,
+                () if self._sends_adapter else self.backend.names_by_stage(),
+            )
             self._stages = Stages.of(manifest, names) if names else ONE_STAGE
         return self._stages
 
@@ -633,14 +730,18 @@ class EngineWorker(ReceivingWorker, ABC):
             broadcaster.close()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send the present weights over the groups of ``init_collective``, each stage its own, until every engine rank has them all.
+        """Send the present weights over the groups of ``init_collective``, each stage its own, until every
+        engine rank has them all.
 
         Raises:
-            StateError: there is no group, or the weights are not those of the policy or in host memory; the engines hear of that.
+            StateError: there is no group, or the weights are not those of the policy or in host memory; the
+                engines hear of that.
             RefitError: an engine or a stage is gone; the groups are of no more use.
         """
         if not self._broadcasts:
-            raise StateError("broadcast_weights_for_collective(): no engine is connected; call init_collective() first")
+            raise StateError(
+                "broadcast_weights_for_collective(): no engine is connected; call init_collective() first"
+            )
         with on_first_rank(RefitError):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
@@ -648,7 +749,8 @@ class EngineWorker(ReceivingWorker, ABC):
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:
-        """Return the weights of this stage; an error that keeps them back comes with the stream, so that waiting engines hear of it too."""
+        """Return the weights of this stage; an error that keeps them back comes with the stream, so that
+        waiting engines hear of it too."""
         try:
             self._refuse_reference("broadcast_weights_for_collective")
             self._require("broadcast_weights_for_collective")
@@ -658,38 +760,49 @@ class EngineWorker(ReceivingWorker, ABC):
 
     # checkpoints
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
-        """Write weights, and optimizer state with schedule and random-number states when ``optimizer_path`` is given.
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """Write weights, and optimizer state with schedule and random-number states when ``optimizer_path``
+        is given.
 
         Each path is a directory that appears whole or not at all. Only rank 0 writes the tokenizer.
 
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
             NonFiniteError: a weight is NaN or infinite.
-            StateError: inside ``use_reference_model()``, the parameters are in host memory, a load has failed, or there is no tokenizer to
-                write.
+            StateError: inside ``use_reference_model()``, the parameters are in host memory, a load has
+                failed, or there is no tokenizer to write.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
         if tokenizer_path and self.tokenizer is None:
-            raise StateError(f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the path out")
-        self._require_finite_weights(f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError)
+            raise StateError(
+                f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
+                "path out"
+            )
+        self._require_finite_weights(
+            f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
+        )
         self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
         with on_first_rank() as first:
             if first and tokenizer_path:
                 try:
                     self.tokenizer.save_pretrained(tokenizer_path)
                 except OSError as error:
-                    raise CheckpointError(f"the tokenizer cannot be written to {tokenizer_path}: {error}") from error
+                    raise CheckpointError(
+                        f"the tokenizer cannot be written to {tokenizer_path}: {error}"
+                    ) from error
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.
 
-        Where there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and until a load succeeds, all
-        that would use them is refused.
+        Where there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and
+        until a load succeeds, all that would use them is refused.
 
         Raises:
-            CheckpointError: a directory is missing, on the host of any rank, or holds another model or weights that are not finite.
+            CheckpointError: a directory is missing, on the host of any rank, or holds another model or
+                weights that are not finite.
             StateError: inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("load_checkpoint")
@@ -700,7 +813,9 @@ class EngineWorker(ReceivingWorker, ABC):
         self._weights_version += 1
         self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
         self.backend.load(weights, optimizer)
-        self._require_finite_weights(f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError)
+        self._require_finite_weights(
+            f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError
+        )
         self._unfinished_load = None  # every rank has come to that collective, so that no load has failed
 
     def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
@@ -711,22 +826,28 @@ class EngineWorker(ReceivingWorker, ABC):
         except Exception as error:
             failure = error
         if not on_all_ranks(failure is None, self.runtime.device):
-            elsewhere = f"load_checkpoint({str(weights)!r}): another rank cannot begin, its own error says why; nothing was changed. "
+            elsewhere = (
+                f"load_checkpoint({str(weights)!r}): another rank cannot begin, its own error says "
+                "why; nothing was changed. "
+            )
             raise failure or CheckpointError(f"{elsewhere}Fix: a path that all hosts see")
 
     def _refuse_unfinished_load(self, method: str) -> None:
         """Refuse what would take a mixture of two checkpoints for the policy."""
         if self._unfinished_load is not None:
             raise StateError(
-                f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights may be its in part and those from "
+                f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights "
+                "may be its in part and those from "
                 "before in part. Fix: load_checkpoint() of one that is whole, or make the policy anew"
             )
 
     def export_hf(self, path: str) -> None:
-        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
+        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that
+        appears whole or not at all.
 
-        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form. A vision
-        tower and a layer that predicts further tokens are written as the model's own directory has them.
+        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form. A
+        vision tower and a layer that predicts further tokens are written as the model's own directory has
+        them.
 
         Raises:
             ConversionError: on rank 0, ``path`` exists already.
@@ -740,17 +861,22 @@ class EngineWorker(ReceivingWorker, ABC):
         with on_first_rank() as first:
             try:
                 if first:
-                    weights = itertools.chain(((name, tensor.cpu()) for name, tensor in stream), untouched.tensors())
+                    weights = itertools.chain(
+                        ((name, tensor.cpu()) for name, tensor in stream), untouched.tensors()
+                    )
                     # a model that scores generates nothing
                     generates = self.tokenizer is not None and not self.scores
-                    settings = generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
+                    settings = (
+                        generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
+                    )
                     write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
             finally:
                 drain(stream)
 
     def _writer_beside(self) -> Callable[[Path], None]:
         """Return what writes into the directory of an export after weights, config and tokenizer: adapters,
-        which it gathers on the first rank, and files that belong to a part of the model which is not trained."""
+        which it gathers on the first rank, and files that belong to a part of the model which is not
+        trained."""
         found = self.backend.export_adapters()
         config, factors = ({}, ()) if found is None else found
         gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
@@ -790,7 +916,8 @@ class EngineWorker(ReceivingWorker, ABC):
         return measured_rate(self.runtime.device, self.cfg["precision"])
 
     def report_device_id(self) -> str:
-        """Return what tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's process)."""
+        """Return what tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's
+        process)."""
         return self.runtime.identity()
 
     def start_gpu_profiling(self) -> None:
@@ -813,7 +940,8 @@ class EngineWorker(ReceivingWorker, ABC):
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit). All copies of a weight get the same noise."""
+        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit). All copies of a weight
+        get the same noise."""
         self._require("_add_noise_to_weights")
         self.backend.sync_parameters()
         seed = torch.randint(2**62, (1,)).tolist()

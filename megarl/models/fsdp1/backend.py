@@ -1,4 +1,5 @@
-"""The FSDP1 backend: the engine's ``Backend`` protocol on a transformers model in FullyShardedDataParallel."""
+"""The FSDP1 backend: the engine's ``Backend`` protocol on a transformers model in
+FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class FSDP1Backend(HuggingFaceBackend):
     def _dtype_of(self, precision: str) -> torch.dtype:
         if precision not in PRECISIONS:
             bound = "FSDP1 computes in float32 or bfloat16; it has no loss scaling"
-            raise ConfigError([Violation("policy.precision", precision, bound, "write bfloat16, or enable another backend")])
+            raise ConfigError(
+                [Violation("policy.precision", precision, bound, "write bfloat16, or enable another backend")]
+            )
         return super()._dtype_of(precision)
 
     def _build(self, source: HuggingFaceSource) -> None:
@@ -63,7 +66,9 @@ class FSDP1Backend(HuggingFaceBackend):
             self.model = Sharded(model, fill, self._dtype, runtime, offload=policy["fsdp_offload_enabled"])
         else:
             if policy["fsdp_offload_enabled"]:
-                logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
+                logger.warning(
+                    "fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded"
+                )
             self.model = FullModel(model, fill, self._dtype, runtime)
         self.module, self.offloads, self._store = self.model.module, self.model.offloads, self.model
         self._parameters = dict(self.model.parameters())
@@ -72,9 +77,20 @@ class FSDP1Backend(HuggingFaceBackend):
         name = str(at(self.policy, "optimizer.name") or "")
         if self.groups.data_size > 1 and name.rpartition(".")[2] in NOT_ELEMENTWISE:
             bound = "its step needs whole matrices, and FSDP1 cuts them into flat pieces"
-            raise ConfigError([Violation("policy.optimizer.name", name, bound, "write torch.optim.AdamW, or enable another backend")])
+            raise ConfigError(
+                [
+                    Violation(
+                        "policy.optimizer.name",
+                        name,
+                        bound,
+                        "write torch.optim.AdamW, or enable another backend",
+                    )
+                ]
+            )
 
-    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+    def forward_backward(
+        self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
+    ) -> list[HeadOutput]:
         self.model.before_pass()
         try:
             return forward_backward(self.model.module, inputs, head, backward=backward)
@@ -92,8 +108,8 @@ class FSDP1Backend(HuggingFaceBackend):
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[nn.Module]:
-        """The model itself on one rank, else a plain transformers model, of which afterwards its modules stay, which take a while to make,
-        and no weights."""
+        """The model itself on one rank, else a plain transformers model, of which afterwards its modules
+        stay, which take a while to make, and no weights."""
         if isinstance(self.model, FullModel):
             self.model.before_pass()
             yield self.model.module

@@ -1,4 +1,5 @@
-"""Gives a model built on the meta device its weights, one module at a time, and keeps track of where its parameters are."""
+"""Gives a model built on the meta device its weights, one module at a time, and keeps track of where its
+parameters are."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def held_by(model: nn.Module) -> dict[str, Held]:
         owner, _, attribute = name.rpartition(".")
         return model.get_submodule(owner), attribute
 
-    return {all_[0]: Held(tuple(all_), tuple(place(name) for name in all_), parameter.shape) for parameter, all_ in names.items()}
+    return {
+        all_[0]: Held(tuple(all_), tuple(place(name) for name in all_), parameter.shape)
+        for parameter, all_ in names.items()
+    }
 
 
 def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -62,7 +66,8 @@ def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Filler:
-    """Gives the parameters of one module at a time their memory and their float32 values. Tied parameters stay one parameter.
+    """Gives the parameters of one module at a time their memory and their float32 values. Tied parameters
+    stay one parameter.
 
     Args:
         model: built on the meta device, its buffers real.

@@ -42,7 +42,8 @@ def _sum_gradients(group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.T
 class Sharded:
     """A model of which every rank keeps an equal part of every unit, in float32, and computes in ``dtype``.
 
-    Gradients are reduced after every micro-batch, in float32, and added up sharded: no rank ever holds more than one unit's whole gradient.
+    Gradients are reduced after every micro-batch, in float32, and added up sharded: no rank ever holds more
+    than one unit's whole gradient.
 
     Args:
         module: built on the meta device.
@@ -55,7 +56,9 @@ class Sharded:
         offloads: whether they do; on a CPU there is nothing to offload.
     """
 
-    def __init__(self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime, *, offload: bool) -> None:
+    def __init__(
+        self, module: nn.Module, fill: Filler, dtype: torch.dtype, runtime: DeviceRuntime, *, offload: bool
+    ) -> None:
         if offload and not runtime.is_cuda:
             logger.info("fsdp_offload_enabled: on a CPU all memory is host memory; nothing is offloaded")
         self.offloads = offload and runtime.is_cuda
@@ -66,7 +69,9 @@ class Sharded:
         self.module = FullyShardedDataParallel(
             module,
             auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=layers.__contains__),
-            mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
+            mixed_precision=MixedPrecision(
+                param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            ),
             cpu_offload=CPUOffload(offload_params=True) if self.offloads else None,
             sharding_strategy=ShardingStrategy.FULL_SHARD,
             param_init_fn=fill,
@@ -83,7 +88,10 @@ class Sharded:
         units = FullyShardedDataParallel.fsdp_modules(self.module)
         for unit in units:  # outer ones come first, so that inner ones have the last word
             unit_of.update(dict.fromkeys(unit.modules(), unit))
-        return {unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit} for unit in units}
+        return {
+            unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit}
+            for unit in units
+        }
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of every parameter, flat; of some it has none."""
@@ -93,10 +101,11 @@ class Sharded:
         """FSDP reads the parameters as they are."""
 
     def after_pass(self) -> None:
-        """Let go of the outermost unit, which FSDP keeps gathered after a forward pass without a backward pass.
+        """Let go of the outermost unit, which FSDP keeps gathered after a forward pass without a backward
+        pass.
 
-        The next pass would use it again as it is, although its parameters may have been written to meanwhile (the reference policy, a
-        checkpoint).
+        The next pass would use it again as it is, although its parameters may have been written to meanwhile
+        (the reference policy, a checkpoint).
         """
         if self.module._is_root and self.module._handle is not None:
             _reshard(self.module, self.module._handle, True)
@@ -110,12 +119,17 @@ class Sharded:
         for unit, neighbours in itertools.groupby(names, key=unit_of.__getitem__):
             yield from self._gathered(unit, {name: self._held[name] for name in neighbours})
 
-    def _gathered(self, unit: FullyShardedDataParallel, held: dict[str, Held]) -> list[tuple[str, torch.Tensor]]:
+    def _gathered(
+        self, unit: FullyShardedDataParallel, held: dict[str, Held]
+    ) -> list[tuple[str, torch.Tensor]]:
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            return [(name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)]
+            return [
+                (name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)
+            ]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights for a checkpoint, as DTensors; to be given to ``load_state`` when they were filled. A collective."""
+        """The weights for a checkpoint, as DTensors; to be given to ``load_state`` when they were filled. A
+        collective."""
         with self._state_dict_type():
             state = self.module.state_dict()
         return {name: state[name] for name in self._held}
@@ -123,12 +137,17 @@ class Sharded:
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Write a filled ``state`` into the parameters. A collective."""
         with self._state_dict_type():
-            self.module.load_state_dict({name: state[first] for first, place in self._held.items() for name in place.names})
+            self.module.load_state_dict(
+                {name: state[first] for first, place in self._held.items() for name in place.names}
+            )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
         """State by parameter name, as DTensors. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
-        groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
         dist.all_reduce(begun, group=self._group)
         if not begun:
@@ -136,21 +155,31 @@ class Sharded:
         with self._state_dict_type():
             state = FullyShardedDataParallel.optim_state_dict(self.module, optimizer)["state"]
         first_names = {name: first for first, place in self._held.items() for name in place.names}
-        return {"state": {first_names[name]: values for name, values in state.items()}, "param_groups": groups}
+        return {
+            "state": {first_names[name]: values for name, values in state.items()},
+            "param_groups": groups,
+        }
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
+    ) -> None:
         """The reverse of ``optimizer_state``. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:
             with self._state_dict_type():
-                state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, loaded)["state"]
+                state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, loaded)[
+                    "state"
+                ]
         checkpoint.install(optimizer, state, loaded, names)
 
     @contextlib.contextmanager
     def _state_dict_type(self) -> Iterator[None]:
         options = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-        with warnings.catch_warnings(action="ignore"), FullyShardedDataParallel.state_dict_type(self.module, *options):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            FullyShardedDataParallel.state_dict_type(self.module, *options),
+        ):
             yield
 
     @torch.no_grad()

@@ -16,8 +16,8 @@ from megarl.models.huggingface import checkpoint
 class FullModel:
     """A model on one rank, computing in ``dtype`` from float32 parameters, with float32 gradients.
 
-    In half precision the module's own parameters are copies of the float32 ones; each micro-batch's gradient is added to the float32
-    gradient as soon as it is there, as FSDP does.
+    In half precision the module's own parameters are copies of the float32 ones; each micro-batch's gradient
+    is added to the float32 gradient as soon as it is there, as FSDP does.
 
     Args:
         module: built on the meta device.
@@ -77,7 +77,9 @@ class FullModel:
         """State by parameter name."""
         return checkpoint.named_optimizer_state(optimizer, self.parameters())
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
+    ) -> None:
         """The reverse of ``optimizer_state``."""
         checkpoint.install_optimizer_state(optimizer, self.parameters(), loaded)
 

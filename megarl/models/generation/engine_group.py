@@ -1,5 +1,5 @@
-"""EngineGroup: engines that are workers of a cluster, as the driver sees them. It deals prompts out, collects answers, and lets no engine
-answer with old weights."""
+"""EngineGroup: engines that are workers of a cluster, as the driver sees them. It deals prompts out, collects
+answers, and lets no engine answer with old weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from megarl.distributed.worker_groups import RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, MegarlError, RefitError, WorkerError
 from megarl.models.generation.engine_stream import EngineStream
 from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
-from megarl.models.generation.interfaces import GENERATION_INPUTS, GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
+from megarl.models.generation.interfaces import (
+    GENERATION_INPUTS,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    RolloutEngine,
+    Sampling,
+)
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.stream import RequestStream
 from megarl.weight_sync.manifest import Manifest
@@ -59,9 +65,10 @@ class EngineWorkers:
 class EngineGroup(RolloutEngine):
     """Engines that are workers of a cluster.
 
-    A worker has the methods that are called here: ``generate``, ``prepare_for_generation``, ``finish_generation``, ``is_alive`` and
-    ``shutdown``; ``connect``, ``meet``, ``slices_read``, ``take_slices`` and ``update_from_{handles,policy,broadcast}``; over several nodes
-    ``meeting_place`` and ``join``.
+    A worker has the methods that are called here: ``generate``, ``prepare_for_generation``,
+    ``finish_generation``, ``is_alive`` and ``shutdown``; ``connect``, ``meet``, ``slices_read``,
+    ``take_slices`` and ``update_from_{handles,policy,broadcast}``; over several nodes ``meeting_place`` and
+    ``join``.
 
     Args:
         workers: of the engines.
@@ -72,14 +79,22 @@ class EngineGroup(RolloutEngine):
         seed: where a batch brings no sampling seeds.
 
     Attributes:
-        expected_version: of the weights that were sent last, and that an engine must have to answer; None before the first refit.
+        expected_version: of the weights that were sent last, and that an engine must have to answer; None
+            before the first refit.
 
     Raises:
         MegarlError: an engine could not be made; none is left behind.
     """
 
     def __init__(
-        self, workers: EngineWorkers, config: GenerationConfig, *, vocab_size: int, longest: int, longest_key: str, seed: int = 0
+        self,
+        workers: EngineWorkers,
+        config: GenerationConfig,
+        *,
+        vocab_size: int,
+        longest: int,
+        longest_key: str,
+        seed: int = 0,
     ) -> None:
         self.cfg = config
         self._workers = workers
@@ -118,17 +133,20 @@ class EngineGroup(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that all engines have; None when one of them has others than were sent last, or none."""
+        """Version of the weights that all engines have; None when one of them has others than were sent last,
+        or none."""
         return self.expected_version if set(self._versions) == {self.expected_version} else None
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new engines in place of all present ones, after one has died or hangs. They are refused until a whole refit.
+        """Start new engines in place of all present ones, after one has died or hangs. They are refused until
+        a whole refit.
 
         Engines apart from the policy need a new group before: ``init_collective`` of both sides.
 
         Args:
-            policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are back afterwards, and the
-                engines sleep. Without it engines start beside whatever is on the devices, which on a GPU is refused where it is too much.
+            policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are
+                back afterwards, and the engines sleep. Without it engines start beside whatever is on the
+                devices, which on a GPU is refused where it is too much.
 
         Raises:
             MegarlError: an engine could not be made; none is left behind.
@@ -174,13 +192,16 @@ class EngineGroup(RolloutEngine):
     # refit
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its devices are ready afterwards.
+        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its
+        devices are ready afterwards.
 
         Raises:
             RefitError: it is something else.
         """
         tensors = Manifest.from_description(state_dict_info).tensors
-        self._weights = [[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+        self._weights = [
+            [tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors
+        ]
         self._forget()
         self._met, self._wanted, self._sliced = None, None, ()
         self.expected_version = None
@@ -202,8 +223,8 @@ class EngineGroup(RolloutEngine):
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the ranks of the engines read, as their loaders were seen to do; None for engines of one rank, which read all. Asked of the
-        engines once."""
+        """What the ranks of the engines read, as their loaders were seen to do; None for engines of one rank,
+        which read all. Asked of the engines once."""
         if self._workers.ranks == 1:
             return None
         if self._wanted is None:
@@ -213,7 +234,9 @@ class EngineGroup(RolloutEngine):
             ranks = tuple(slices for _, slices in first)
             digests = [slices_digest(slices) for slices in ranks]
             if any([digest for _, digest in engine] != digests for engine in engines):
-                logger.warning("engines of one model read different slices of its weights, and get whole ones")
+                logger.warning(
+                    "engines of one model read different slices of its weights, and get whole ones"
+                )
                 # An empty mapping is a rank that reads whole weights.
                 ranks = ({},) * self._workers.ranks
             devices = {device: rank for engine in engines for rank, (device, _) in enumerate(engine)}
@@ -231,18 +254,25 @@ class EngineGroup(RolloutEngine):
         """Join the policy's group; see ``GenerationInterface.init_collective``.
 
         Raises:
-            RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not that of the engines and one.
+            RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not that of the engines
+                and one.
         """
         if not self._weights:
-            raise RefitError("init_collective(): the engines do not know the weights yet; call prepare_refit_info() first")
+            raise RefitError(
+                "init_collective(): the engines do not know the weights yet; call prepare_refit_info() first"
+            )
         right = self.ranks + 1
         if world_size != right:
             raise RefitError(
-                f"world_size = {world_size}: {self._workers.engines} engines of {self._workers.ranks} ranks and the policy make {right}"
+                f"world_size = {world_size}: {self._workers.engines} engines of {self._workers.ranks} ranks "
+                f"and the policy make {right}"
             )
         self._forget()
         self._connected = True
-        addresses = [[ip, port, world_size, 1 + engine * self._workers.ranks] for engine in range(self._workers.engines)]
+        addresses = [
+            [ip, port, world_size, 1 + engine * self._workers.ranks]
+            for engine in range(self._workers.engines)
+        ]
         known = {"weights": self._weights}
         return self.worker_group.run_all_workers_multiple_data(
             "connect", run_rank_0_only_axes=[NODE], address=addresses, common_kwargs=known
@@ -259,13 +289,16 @@ class EngineGroup(RolloutEngine):
         """
         self._forget()
         if not ipc_handles:
-            raise RefitError("no handles of weights: pass on what the policy's get_weights_ipc_handles() returned")
+            raise RefitError(
+                "no handles of weights: pass on what the policy's get_weights_ipc_handles() returned"
+            )
         self.expected_version = int(next(iter(ipc_handles.values()))["version"])
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
     def update_weights_from_policy(self, ticket: int) -> list[ray.ObjectRef[Any]]:
-        """Take all weights of a refit from the policy's ranks on the same devices; await the futures after the policy's."""
+        """Take all weights of a refit from the policy's ranks on the same devices; await the futures after
+        the policy's."""
         self._forget()
         self.expected_version = None
         self._receiving = self._call("update_from_policy", ticket=ticket)
@@ -283,7 +316,8 @@ class EngineGroup(RolloutEngine):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """Return what the futures of ``update_weights_from_*`` gave; asked for before the next answer where nobody calls this."""
+        """Return what the futures of ``update_weights_from_*`` gave; asked for before the next answer where
+        nobody calls this."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:
@@ -309,16 +343,22 @@ class EngineGroup(RolloutEngine):
             if version != self.expected_version:
                 has = "no whole weights" if version is None else f"the weights of version {version}"
                 raise RefitError(
-                    f"engine {engine} of {self._workers.engines} has {has} where version {self.expected_version} was sent last: "
+                    f"engine {engine} of {self._workers.engines} has {has} where version "
+                    f"{self.expected_version} was sent last: "
                     "refit all engines before they answer"
                 )
 
     # generation
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        *,
+        sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL policy API's keys.
+        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL
+        policy API's keys.
 
         Raises:
             BatchError: the prompts cannot be used.
@@ -326,8 +366,13 @@ class EngineGroup(RolloutEngine):
             WorkerError: an engine died; ``restart`` makes new ones.
         """
         if not isinstance(data, BatchedDataDict):
-            raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
+            raise BatchError(
+                f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in "
+                "BatchedDataDict(...)"
+            )
+        needed: BatchedDataDict[Any] = BatchedDataDict(
+            {name: data[name] for name in GENERATION_INPUTS if name in data}
+        )
         self._check(needed)
         self._require_weights()
         if "sampling_seeds" not in needed:
@@ -342,23 +387,32 @@ class EngineGroup(RolloutEngine):
             common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
-        # a call that is made again, of engines that were started anew, draws what the one that failed would have
+        # a call that is made again, of engines that were started anew, draws what the one that failed would
+        # have
         self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
         """Refuse prompts that an engine would fail over, and have to be started anew."""
-        check_batch(data, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
+        check_batch(
+            data,
+            required=(),
+            vocab_size=self._vocab_size,
+            max_length=self._longest,
+            max_length_key=self._longest_key,
+        )
         stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
     def score(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
-        """Log-probabilities of given tokens; see ``RolloutEngine.score``. None where sampling changes the distribution, which engines score
-        before that, and from workers without ``score``."""
+        """Log-probabilities of given tokens; see ``RolloutEngine.score``. None where sampling changes the
+        distribution, which engines score before that, and from workers without ``score``."""
         plain = self.cfg["temperature"] == 1 and self.cfg["top_p"] == 1 and self.cfg["top_k"] is None
         if not plain or not self.scores:
             return None
         self._require_weights()
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        needed: BatchedDataDict[Any] = BatchedDataDict(
+            {name: data[name] for name in ("input_ids", "input_lengths")}
+        )
         future = self.worker_group.run_all_workers_sharded_data(
             "score",
             data=needed.deal(self._workers.engines, allow_uneven_shards=True),
@@ -374,9 +428,16 @@ class EngineGroup(RolloutEngine):
         return False
 
     def requests(
-        self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None, gathers: bool = False
+        self,
+        stop_token_ids: Iterable[int],
+        pad_token_id: int,
+        *,
+        greedy: bool,
+        sampling: Sampling | None,
+        gathers: bool = False,
     ) -> RequestStream:
-        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come.
+        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while
+        further ones come.
 
         Args:
             stop_token_ids, pad_token_id, greedy, sampling: as of ``RolloutEngine.requests``.
@@ -400,15 +461,19 @@ class EngineGroup(RolloutEngine):
 
     def call_engine(self, method: str, engine: int, **options: Any) -> ray.ObjectRef[Any]:
         """Call one engine, on its first node."""
-        return self.worker_group.run_single_worker_single_data(method, self.worker_group.get_dp_leader_worker_idx(engine), **options)
+        return self.worker_group.run_single_worker_single_data(
+            method, self.worker_group.get_dp_leader_worker_idx(engine), **options
+        )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Take device memory again; ``tags`` says which: ``["weights"]`` before a refit, ``["kv_cache"]`` after it."""
+        """Take device memory again; ``tags`` says which: ``["weights"]`` before a refit, ``["kv_cache"]``
+        after it."""
         self._all("prepare_for_generation", tags=kwargs.get("tags"))
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit brings them back."""
+        """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit
+        brings them back."""
         # An engine replies False where its weights went with its memory.
         if not all(self._all("finish_generation")):
             self._forget()
@@ -435,14 +500,16 @@ class EngineGroup(RolloutEngine):
         except WorkerError as error:
             # one that died, or failed otherwise than on purpose: what it has now is not known
             self._forget()
-            raise type(error)(f"{error}\nFix: start new engines with {type(self).__name__}.restart(policy), and refit them") from error
+            raise type(error)(
+                f"{error}\nFix: start new engines with {type(self).__name__}.restart(policy), and refit them"
+            ) from error
 
 
 def engine_places(cluster: RayVirtualCluster, ranks: int, key: str) -> list[list[tuple[int, list[int]]]]:
     """Placement group and first bundle of each engine on each of its nodes.
 
-    An engine's ranks, tensor parallel times pipeline parallel, are on one node where a node has places for whole engines, and otherwise
-    fill whole neighbouring nodes.
+    An engine's ranks, tensor parallel times pipeline parallel, are on one node where a node has places for
+    whole engines, and otherwise fill whole neighbouring nodes.
 
     Args:
         cluster: has the places.
@@ -460,7 +527,8 @@ def engine_places(cluster: RayVirtualCluster, ranks: int, key: str) -> list[list
         node = next(node for node, count in enumerate(counts) if count % ranks)
         raise ConfigError(
             f"{key}: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not divide the "
-            f"{counts[node]} places of the engines on node {node}, and does not fill whole nodes of {counts} places. Fix: write sizes "
+            f"{counts[node]} places of the engines on node {node}, and does not fill whole nodes of "
+            f"{counts} places. Fix: write sizes "
             "whose product does, or give another number of places"
         )
     return [[(node, [0]) for node in range(first, first + nodes)] for first in range(0, len(counts), nodes)]

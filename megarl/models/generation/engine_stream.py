@@ -1,7 +1,9 @@
-"""Requests to engines that are workers of a cluster, one by one: each engine goes on with what it has while further ones come.
+"""Requests to engines that are workers of a cluster, one by one: each engine goes on with what it has while
+further ones come.
 
-An engine's worker is called again and again with the requests that are new, works for a while, and returns what has been completed. So one
-thread drives all engines, and a prompt waits for at most ``TURN_SECONDS`` until its engine hears of it.
+An engine's worker is called again and again with the requests that are new, works for a while, and returns
+what has been completed. So one thread drives all engines, and a prompt waits for at most ``TURN_SECONDS``
+until its engine hears of it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ TURN_SECONDS = 0.05
 """That an engine works before it asks for further requests, where nothing is completed earlier."""
 
 GATHER_SECONDS = 0.5
-"""Time between fetches of completions that no request follows. An engine is idle for a few ms between calls."""
+"""Time between fetches of completions that no request follows. An engine is idle for a few ms between
+calls."""
 
 _PATIENCE_SECONDS = 5.0
 """After which a call that has not come back is waited for alone, by its deadline."""
@@ -76,7 +79,8 @@ class EngineStream:
         self._arrived: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Hand requests in. Those of one number go to one engine, which has the beginning of a conversation in its cache."""
+        """Hand requests in. Those of one number go to one engine, which has the beginning of a conversation
+        in its cache."""
         for number, request in requests.items():
             self._new[number % len(self._new)][number] = request
 
@@ -97,7 +101,11 @@ class EngineStream:
             ready, waiting = ray_calls.wait(list(self._calls), 1, left)
             if ready and waiting:
                 ready += ray_calls.wait(waiting, len(waiting), 0.0)[0]
-            ready = ready or [call for call, (_, begun) in self._calls.items() if time.monotonic() - begun > _PATIENCE_SECONDS]
+            ready = ready or [
+                call
+                for call, (_, begun) in self._calls.items()
+                if time.monotonic() - begun > _PATIENCE_SECONDS
+            ]
             for call in ready:
                 found |= self._completed(call)
             if until is not None and time.monotonic() >= until:
@@ -117,7 +125,9 @@ class EngineStream:
             self._arrived |= self._completed(call)
         parts: dict[int, Completion] = {}
         for engine, numbers_of in enumerate(self._open):
-            self._new[engine] = {number: request for number, request in self._new[engine].items() if number not in given_up}
+            self._new[engine] = {
+                number: request for number, request in self._new[engine].items() if number not in given_up
+            }
             if numbers_of & given_up:
                 parts |= self._completed(self._exchange(engine, {}, sorted(numbers_of & given_up)))
         return parts
@@ -159,9 +169,16 @@ class EngineStream:
 
     def _batch(self, requests: list[Request]) -> BatchedDataDict[Any]:
         ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
-        most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
+        most = [
+            np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens
+            for request in requests
+        ]
         data: BatchedDataDict[Any] = BatchedDataDict(
-            {"input_ids": ids, "input_lengths": lengths, "max_new_tokens": torch.tensor(most, dtype=torch.int64)}
+            {
+                "input_ids": ids,
+                "input_lengths": lengths,
+                "max_new_tokens": torch.tensor(most, dtype=torch.int64),
+            }
         )
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)

@@ -68,8 +68,9 @@ class GenerationOutputSpec(TypedDict):
         output_ids: int64 [B, S'], prompt and answer, right-padded with the pad token.
         generation_lengths: int64 [B], tokens of the answer.
         unpadded_sequence_lengths: int64 [B], tokens of prompt and answer.
-        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding. NaN where the engine does not know them:
-            vLLM gives those of greedy tokens before the temperature, so that they count only where that is 1.
+        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding. NaN where the
+            engine does not know them: vLLM gives those of greedy tokens before the temperature, so that they
+            count only where that is 1.
     """
 
     output_ids: torch.Tensor
@@ -78,11 +79,14 @@ class GenerationOutputSpec(TypedDict):
     logprobs: torch.Tensor
 
 
-def verify_right_padding(data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True) -> tuple[bool, str | None]:
+def verify_right_padding(
+    data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True
+) -> tuple[bool, str | None]:
     """Check that nothing but ``pad_value`` follows the last token of any row.
 
     Args:
-        data: holds ``input_ids`` and ``input_lengths``, or ``output_ids`` and ``unpadded_sequence_lengths``: int64 [B, S] and [B].
+        data: holds ``input_ids`` and ``input_lengths``, or ``output_ids`` and ``unpadded_sequence_lengths``:
+            int64 [B, S] and [B].
         pad_value: the pad token.
         raise_error: raise for a badly padded row instead of returning the message.
 
@@ -90,20 +94,24 @@ def verify_right_padding(data: BatchedDataDict[Any], pad_value: int = 0, raise_e
         (True, None), or (False, message) for a badly padded row when ``raise_error`` is false.
 
     Raises:
-        BatchError: the data cannot be checked (wrong type, keys, shapes or lengths), or, with ``raise_error``, a row is badly padded.
+        BatchError: the data cannot be checked (wrong type, keys, shapes or lengths), or, with
+            ``raise_error``, a row is badly padded.
     """
     token_key, tokens, lengths = _padded_pair(data, pad_value)
     if tokens.shape[1] == 0:
         return True, None
     import torch
 
-    beyond = torch.arange(tokens.shape[1], device=tokens.device)[None, :] >= lengths.to(tokens.device)[:, None]
+    beyond = (
+        torch.arange(tokens.shape[1], device=tokens.device)[None, :] >= lengths.to(tokens.device)[:, None]
+    )
     wrong = beyond & (tokens != pad_value)
     if not bool(wrong.any()):
         return True, None
     row, column = (int(index) for index in wrong.nonzero()[0])
     message = (
-        f"{token_key}[{row}, {column}] = {int(tokens[row, column])}: non-padding token after the sequence's {int(lengths[row])} tokens; "
+        f"{token_key}[{row}, {column}] = {int(tokens[row, column])}: non-padding token after the sequence's "
+        f"{int(lengths[row])} tokens; "
         f"only the pad token {pad_value} may stand there. Pad on the right, and with that token"
     )
     if raise_error:
@@ -116,27 +124,38 @@ def _padded_pair(data: BatchedDataDict[Any], pad_value: int) -> tuple[str, torch
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     if not isinstance(data, BatchedDataDict):
-        raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+        raise BatchError(
+            f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in "
+            "BatchedDataDict(...)"
+        )
     if pad_value is None:
-        raise BatchError("pad_value = None: the pad token's id is needed to tell padding from tokens; give the tokenizer's pad_token_id")
+        raise BatchError(
+            "pad_value = None: the pad token's id is needed to tell padding from tokens; give the "
+            "tokenizer's pad_token_id"
+        )
     for token_key, length_key in LENGTH_KEYS:
         if token_key in data and length_key in data:
             break
     else:
         raise BatchError(
-            "data must contain either input_ids and input_lengths, or output_ids and unpadded_sequence_lengths; "
+            "data must contain either input_ids and input_lengths, or output_ids and "
+            "unpadded_sequence_lengths; "
             f"it contains {sorted(map(str, data.keys()))}"
         )
     tokens, lengths = data[token_key], data[length_key]
     if tokens.ndim != 2:
-        raise BatchError(f"{token_key} must be 2-D [batch, sequence], got {tokens.ndim}-D of shape {tuple(tokens.shape)}")
+        raise BatchError(
+            f"{token_key} must be 2-D [batch, sequence], got {tokens.ndim}-D of shape {tuple(tokens.shape)}"
+        )
     if tuple(lengths.shape) != (tokens.shape[0],):
         raise BatchError(
-            f"{length_key} has shape {tuple(lengths.shape)}, expected ({tokens.shape[0]},): one length for each row of {token_key}"
+            f"{length_key} has shape {tuple(lengths.shape)}, expected ({tokens.shape[0]},): one length for "
+            f"each row of {token_key}"
         )
     if lengths.numel() and (int(lengths.max()) > tokens.shape[1] or int(lengths.min()) < 0):
         raise BatchError(
-            f"{length_key} ranges from {int(lengths.min())} to {int(lengths.max())}: every length must lie between 0 and "
+            f"{length_key} ranges from {int(lengths.min())} to {int(lengths.max())}: every length must lie "
+            "between 0 and "
             f"the width {tokens.shape[1]} of {token_key}"
         )
     return token_key, tokens, lengths
@@ -158,12 +177,15 @@ class GenerationInterface(ABC):
         Args:
             data: the prompts.
             greedy: take the likeliest token instead of sampling.
-            sampling: ``temperature``, ``top_p`` and ``top_k`` in place of the configured ones; an engine that is never validated by
-                sampling need not take it.
+            sampling: ``temperature``, ``top_p`` and ``top_k`` in place of the configured ones; an engine that
+                is never validated by sampling need not take it.
         """
 
-    def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
-        """A stream of requests, to be called when the engine is ready. By default each ``poll`` is one call of ``generate``.
+    def requests(
+        self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None
+    ) -> RequestStream:
+        """A stream of requests, to be called when the engine is ready. By default each ``poll`` is one call
+        of ``generate``.
 
         Args:
             stop_token_ids: tokens that end a completion.
@@ -212,8 +234,8 @@ class SharesDevices(Protocol):
 class RolloutEngine(GenerationInterface):
     """Engines beside the policy, which get its weights by refits.
 
-    Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and ``update_weights_from_*``
-    receive weights, this is what a refit needs to know of them.
+    Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and
+    ``update_weights_from_*`` receive weights, this is what a refit needs to know of them.
     """
 
     @property
@@ -237,7 +259,8 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def results(self, futures: list[Any]) -> list[Any]:
-        """Wait for futures of ``init_collective``, ``update_weights_from_collective`` or ``update_weights_from_policy``.
+        """Wait for futures of ``init_collective``, ``update_weights_from_collective`` or
+        ``update_weights_from_policy``.
 
         Raises:
             MegarlError: one of them failed.
@@ -245,24 +268,30 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def loaded(self, versions: list[Any]) -> None:
-        """Take note of the results of ``update_weights_from_collective`` or ``update_weights_from_policy``."""
+        """Take note of the results of ``update_weights_from_collective`` or
+        ``update_weights_from_policy``."""
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Learn where the ranks of a policy on the same devices hand weights over; nothing is said to engines that know it.
+        """Learn where the ranks of a policy on the same devices hand weights over; nothing is said to engines
+        that know it.
 
         Args:
             mailboxes: ``Policy.mailboxes``.
 
         Returns:
-            A number by which the policy's ranks tell the ranks of these engines from others (``Policy.hand_over_weights``).
+            A number by which the policy's ranks tell the ranks of these engines from others
+            (``Policy.hand_over_weights``).
         """
         bound = f"{type(self).__name__} takes no weights on the policy's devices: it has no meet"
-        fix = "write policy.generation.colocated: {enabled: false, resources: {gpus_per_node: 1}}, and as many ranks more in cluster"
+        fix = (
+            "write policy.generation.colocated: {enabled: false, resources: {gpus_per_node: 1}}, and as "
+            "many ranks more in cluster"
+        )
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the engines' ranks read of the weights, asked of them once; None where they take whole weights. For
-        ``Policy.send_slices``, whose answer goes to ``take_slices``."""
+        """What the engines' ranks read of the weights, asked of them once; None where they take whole
+        weights. For ``Policy.send_slices``, whose answer goes to ``take_slices``."""
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
@@ -271,7 +300,8 @@ class RolloutEngine(GenerationInterface):
             raise NotImplementedError(f"{type(self).__name__} takes whole weights")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
-        """Take all weights of a refit from the policy's ranks on the same devices, to be called beside ``Policy.hand_over_weights``.
+        """Take all weights of a refit from the policy's ranks on the same devices, to be called beside
+        ``Policy.hand_over_weights``.
 
         Args:
             ticket: number of the refit.
@@ -279,11 +309,13 @@ class RolloutEngine(GenerationInterface):
         Returns:
             Futures, whose results go to ``loaded``.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
+        raise NotImplementedError(
+            f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false"
+        )
 
     def score(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
-        """[B, S] float32, log-probabilities of given tokens as the engines serve them, without any cache: as ``Policy.get_logprobs``. None
-        from engines that cannot say them.
+        """[B, S] float32, log-probabilities of given tokens as the engines serve them, without any cache: as
+        ``Policy.get_logprobs``. None from engines that cannot say them.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -291,19 +323,21 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def weight_digests(self) -> list[dict[str, int]] | None:
-        """``Policy.weight_digests`` of the copy of the model that each rank has a part of, read from the parameters behind the load; None
-        from engines that keep weights in forms of their own."""
+        """``Policy.weight_digests`` of the copy of the model that each rank has a part of, read from the
+        parameters behind the load; None from engines that keep weights in forms of their own."""
         return None
 
     def is_alive(self) -> bool:
-        """Whether all engines still answer; asked after a call of theirs has failed. Where not, ``restart`` follows.
+        """Whether all engines still answer; asked after a call of theirs has failed. Where not, ``restart``
+        follows.
 
         An engine that cannot be restarted need not say: its errors end the run.
         """
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new engines in place of all present ones. They know what weights will arrive, and are refused until a whole refit.
+        """Start new engines in place of all present ones. They know what weights will arrive, and are refused
+        until a whole refit.
 
         Args:
             policy: whose weights they get; where it is on the same devices, it leaves them meanwhile.
@@ -311,7 +345,9 @@ class RolloutEngine(GenerationInterface):
         Raises:
             MegarlError: an engine could not be made; none is left behind.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot be restarted: write cluster.max_engine_restarts: 0")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be restarted: write cluster.max_engine_restarts: 0"
+        )
 
     def shutdown(self) -> bool:
         """End the engines; whether all ended cleanly."""

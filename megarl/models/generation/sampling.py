@@ -1,5 +1,5 @@
-"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn does not depend on the layout,
-on the micro-batch a row is in, or on its neighbours.
+"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn
+does not depend on the layout, on the micro-batch a row is in, or on its neighbours.
 
 Legend: b rows, V vocabulary.
 """
@@ -32,7 +32,8 @@ class SamplingSettings:
         greedy: take the most likely token (the lowest index on a tie) and ignore top-k and top-p.
         temperature: logits are divided by it.
         top_k: keep this many most likely tokens; None keeps all.
-        top_p: of those, keep the smallest set of most likely ones with at least this share of their probability; 1 keeps all.
+        top_p: of those, keep the smallest set of most likely ones with at least this share of their
+            probability; 1 keeps all.
 
     Tokens that tie with the last one kept stay as well.
     """
@@ -44,9 +45,15 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, *, greedy: bool = False) -> SamplingSettings:
-        """Those of a generation configuration; without one, tokens are drawn from the model's own distribution."""
+        """Those of a generation configuration; without one, tokens are drawn from the model's own
+        distribution."""
         given = {**defaults_of(GenerationConfig), **(config or {})}
-        return cls(greedy, float(given["temperature"]), given["top_k"], 1.0 if given["top_p"] is None else float(given["top_p"]))
+        return cls(
+            greedy,
+            float(given["temperature"]),
+            given["top_k"],
+            1.0 if given["top_p"] is None else float(given["top_p"]),
+        )
 
     def keeps_all(self, size: int) -> bool:
         """Whether every one of ``size`` tokens can be drawn."""
@@ -58,12 +65,15 @@ MODEL_ITSELF = SamplingSettings()
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
-    """[len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et al., SC'11) of ``seeds[r]``."""
+    """[len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et al., SC'11) of
+    ``seeds[r]``."""
     rows = [np.random.Generator(np.random.Philox(key=int(seed) % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
 
 
-def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each row and its log-probability.
 
     Args:
@@ -72,8 +82,8 @@ def choose_tokens(logits: torch.Tensor, uniforms: torch.Tensor, settings: Sampli
         settings: how to sample.
 
     Returns:
-        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from; greedy ones under that of the
-        temperature alone.
+        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from;
+        greedy ones under that of the temperature alone.
     """
     scaled = logits.float() if settings.temperature == 1.0 else logits.float() / settings.temperature
     if not settings.greedy and not settings.keeps_all(scaled.shape[-1]):
@@ -87,7 +97,8 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
     """Return what top-k, and then top-p (Holtzman et al., ICLR 2020), leave of a distribution.
 
     Args:
-        scaled: [b, V] float32 logits, already divided by the temperature, in any order of tokens; minus infinity where there is none.
+        scaled: [b, V] float32 logits, already divided by the temperature, in any order of tokens; minus
+            infinity where there is none.
         settings: how to sample.
 
     Returns:
@@ -109,28 +120,38 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
 def running_sum(values: torch.Tensor) -> torch.Tensor:
     """[b, n] float64: the sum of each row up to and with each column, of values of at least 0.
 
-    On a CUDA device torch adds in an order that may change from run to run, and refuses where deterministic algorithms are asked for.
+    On a CUDA device torch adds in an order that may change from run to run, and refuses where deterministic
+    algorithms are asked for.
     """
-    return sum_in_blocks(values) if values.is_cuda and torch.are_deterministic_algorithms_enabled() else values.cumsum(dim=-1)
+    return (
+        sum_in_blocks(values)
+        if values.is_cuda and torch.are_deterministic_algorithms_enabled()
+        else values.cumsum(dim=-1)
+    )
 
 
 def sum_in_blocks(values: torch.Tensor, width: int = 512) -> torch.Tensor:
-    """``running_sum`` by products with a triangle of ones, which always add in one order: within blocks, and over the blocks before."""
+    """``running_sum`` by products with a triangle of ones, which always add in one order: within blocks, and
+    over the blocks before."""
     rows, columns = values.shape
     blocks = F.pad(values, (0, -columns % width)).view(rows, -1, width)
     within = blocks @ torch.ones(width, width, dtype=values.dtype, device=values.device).triu()
     count = within.shape[1]
-    before = within[..., -1] @ torch.ones(count, count, dtype=values.dtype, device=values.device).triu(diagonal=1)
+    before = within[..., -1] @ torch.ones(count, count, dtype=values.dtype, device=values.device).triu(
+        diagonal=1
+    )
     # rounding may put the start of a block below the end of the one before
     return (within + before[..., None]).view(rows, -1)[:, :columns].cummax(dim=-1).values
 
 
 BLOCK = 256
-"""Tokens whose probabilities are added up first: of a vocabulary only the sums of blocks, and one block, are needed in float64."""
+"""Tokens whose probabilities are added up first: of a vocabulary only the sums of blocks, and one block, are
+needed in float64."""
 
 
 def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[b] int64: the token at which the cumulative distribution [b, V] float32 first exceeds the row's uniform number."""
+    """[b] int64: the token at which the cumulative distribution [b, V] float32 first exceeds the row's
+    uniform number."""
     blocks = F.pad(probabilities, (0, -probabilities.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
     cumulative = running_sum(sums)
@@ -139,14 +160,17 @@ def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> t
     inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double()
     rest = threshold - (cumulative - sums).gather(1, block)
     tokens = (block * BLOCK + _first_above(running_sum(inside), rest, inside)).squeeze(1)
-    # a row that is not a number must not get a token that is none: it is refused where its log-probability is read
+    # a row that is not a number must not get a token that is none: it is refused where its log-probability is
+    # read
     return tokens.clamp(max=probabilities.shape[-1] - 1)
 
 
 def _first_above(cumulative: torch.Tensor, threshold: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """[b, 1] int64: the first place where ``cumulative`` [b, n], the sum of ``parts``, exceeds the threshold [b, 1].
+    """[b, 1] int64: the first place where ``cumulative`` [b, n], the sum of ``parts``, exceeds the threshold
+    [b, 1].
 
-    Rounding may put the threshold on the very end, or beyond: the last part that is not zero is the answer there.
+    Rounding may put the threshold on the very end, or beyond: the last part that is not zero is the answer
+    there.
     """
     found = torch.searchsorted(cumulative, threshold, right=True)
     after_last = (parts > 0).flip(-1).byte().argmax(dim=-1, keepdim=True)

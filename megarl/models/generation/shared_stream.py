@@ -65,8 +65,15 @@ class _Open:
         """All of it."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
-        tokens, logprobs = (np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "logprobs"))
-        return Completion(tokens, logprobs, truncated, np.concatenate([cast("np.ndarray", piece.versions) for piece in pieces]))
+        tokens, logprobs = (
+            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "logprobs")
+        )
+        return Completion(
+            tokens,
+            logprobs,
+            truncated,
+            np.concatenate([cast("np.ndarray", piece.versions) for piece in pieces]),
+        )
 
 
 class SharedView:
@@ -112,7 +119,12 @@ class SharedStream:
     """
 
     def __init__(
-        self, connect: Callable[[], RequestStream], most_new_tokens: int, *, stops_at_texts: bool = False, drains: bool = False
+        self,
+        connect: Callable[[], RequestStream],
+        most_new_tokens: int,
+        *,
+        stops_at_texts: bool = False,
+        drains: bool = False,
     ) -> None:
         self._connect, self._most = connect, most_new_tokens
         self._stops_at_texts, self._drains = stops_at_texts, drains
@@ -220,14 +232,18 @@ class SharedStream:
     def forget(self, caller: SharedView, numbers: set[int]) -> None:
         """Deliver some requests of a caller no more."""
         with self._changed:
-            gone = {key for key, each in self._open.items() if each.caller is caller and each.number in numbers}
+            gone = {
+                key for key, each in self._open.items() if each.caller is caller and each.number in numbers
+            }
             self._open = {key: each for key, each in self._open.items() if key not in gone}
             self._new = [key for key in self._new if key not in gone]
 
     def _is_completed_first(self, number: int) -> bool:
         """Return True for a request that a pause waits for."""
         found = self._open.get(number)
-        return found is not None and (self._drains or self._stops_at_texts or bool(found.request.stop_strings))
+        return found is not None and (
+            self._drains or self._stops_at_texts or bool(found.request.stop_strings)
+        )
 
     def _drive(self) -> None:
         assert self._stream is not None

@@ -19,7 +19,9 @@ class StopRules:
         tokenizer: decodes answers; needed only when some row has stop strings.
     """
 
-    def __init__(self, stop_token_ids: Sequence[int], stop_strings: Sequence[Sequence[str]], tokenizer: Any) -> None:
+    def __init__(
+        self, stop_token_ids: Sequence[int], stop_strings: Sequence[Sequence[str]], tokenizer: Any
+    ) -> None:
         self._token_ids = np.array(sorted(set(stop_token_ids)), dtype=np.int64)
         self._strings = [tuple(strings) for strings in stop_strings]
         self._tokenizer = tokenizer
@@ -40,7 +42,9 @@ class StopRules:
         return finished
 
 
-def stop_strings_of_rows(configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int) -> list[tuple[str, ...]]:
+def stop_strings_of_rows(
+    configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int
+) -> list[tuple[str, ...]]:
     """Stop strings of every row: those of the configuration and the row's own together.
 
     Raises:
@@ -62,6 +66,7 @@ def _refuse_empty(strings: Sequence[Any], where: str) -> None:
     wrong = [string for string in strings if not isinstance(string, str) or not string]
     if wrong:
         raise BatchError(
-            f"{where} has {wrong[0]!r}: a stop string has at least one character, because every text contains the empty one and each "
+            f"{where} has {wrong[0]!r}: a stop string has at least one character, because every text "
+            "contains the empty one and each "
             "answer would end after its first token. Fix: leave it out, or write null for no stop strings"
         )

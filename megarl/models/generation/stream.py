@@ -154,7 +154,10 @@ class Waves:
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.max_new_tokens is not None for request in requests):
-            most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
+            most = [
+                np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens
+                for request in requests
+            ]
             data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
         if any(request.stop_strings for request in requests):
             data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
@@ -173,10 +176,13 @@ class Waves:
         for row, (request, end) in enumerate(zip(requests, ends, strict=True)):
             start = len(request.prompt)
             tokens, values = ids[row, start:end], logprobs[row, start:end]
-            truncated = bool(cut[row]) if cut is not None else not len(tokens) or int(tokens[-1]) not in self._stops
+            truncated = (
+                bool(cut[row]) if cut is not None else not len(tokens) or int(tokens[-1]) not in self._stops
+            )
             most = request.max_new_tokens
             if most is not None and len(tokens) > most:
-                # of an engine that does not read the bound: the beginning of what is drawn does not depend on what follows
+                # of an engine that does not read the bound: the beginning of what is drawn does not depend on
+                # what follows
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found
@@ -186,13 +192,16 @@ def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: 
     """Refuse an output whose rows are not those of the prompts, in their order."""
     ids, ends, new = output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"]
     width = prompts.shape[1]
-    fits = ids.shape[0] == prompts.shape[0] and torch.equal(ends.long(), lengths + new) and ids.shape[1] >= width
+    fits = (
+        ids.shape[0] == prompts.shape[0] and torch.equal(ends.long(), lengths + new) and ids.shape[1] >= width
+    )
     if fits:
         outside = torch.arange(width) >= lengths.unsqueeze(1)
         fits = bool(((ids[:, :width] == prompts) | outside).all())
     if not fits:
         raise BatchError(
-            f"generated rows {list(ids.shape)} with {ends.tolist()[:8]} tokens, {new.tolist()[:8]} of them new, "
+            f"generated rows {list(ids.shape)} with {ends.tolist()[:8]} tokens, {new.tolist()[:8]} of them "
+            "new, "
             f"do not continue the {prompts.shape[0]} prompts of {lengths.tolist()[:8]} tokens row by row. "
             "Fix: the generator must keep the order of the rows and start each with its prompt"
         )

@@ -1,4 +1,5 @@
-"""The base class of the torch backends: all of the engine's ``Backend`` protocol but how parameters are divided, gathered and exported."""
+"""The base class of the torch backends: all of the engine's ``Backend`` protocol but how parameters are
+divided, gathered and exported."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class ParameterStore(Protocol):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
         """State for a checkpoint, by parameter name."""
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
+    ) -> None:
         """The reverse of ``optimizer_state``."""
 
 
@@ -101,7 +104,13 @@ class HuggingFaceBackend(ABC):
     _store: ParameterStore
 
     def __init__(
-        self, policy: PolicyConfig, source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
+        self,
+        policy: PolicyConfig,
+        source: HuggingFaceSource,
+        runtime: DeviceRuntime,
+        *,
+        seed: int = 0,
+        with_optimizer: bool = True,
     ) -> None:
         self.policy = policy
         self.runtime = runtime
@@ -143,7 +152,8 @@ class HuggingFaceBackend(ABC):
 
     @abstractmethod
     def _generating_model(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """A model with the present weights, which ranks with more or longer rows than others can run for themselves."""
+        """A model with the present weights, which ranks with more or longer rows than others can run for
+        themselves."""
 
     @abstractmethod
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -225,11 +235,13 @@ class HuggingFaceBackend(ABC):
         return ()
 
     @torch.no_grad()
-    def generate(self, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+    ) -> BatchedDataDict[Any]:
         """Continue prompts; see ``decode``.
 
-        The weights are gathered once, into a model of their own, so that ranks with more or longer rows need not wait for the others.
-        Where there is nothing to gather, the model itself generates.
+        The weights are gathered once, into a model of their own, so that ranks with more or longer rows need
+        not wait for the others. Where there is nothing to gather, the model itself generates.
         """
         with self._generating_model() as model:
             return generate(model, self, data, config, tokenizer, greedy=greedy)
@@ -248,7 +260,9 @@ class HuggingFaceBackend(ABC):
             if place == "host":
                 self._optimizer_copies.take(functools.partial(move_optimizer, self.optimizer))
             else:
-                move_optimizer(self.optimizer, lambda tensor: tensor.to(self.runtime.device, non_blocking=True))
+                move_optimizer(
+                    self.optimizer, lambda tensor: tensor.to(self.runtime.device, non_blocking=True)
+                )
         self.runtime.synchronize()
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
@@ -258,11 +272,16 @@ class HuggingFaceBackend(ABC):
         checkpoint.save_weights(self._store.state(), weights, self._staging.of(weights), add)
         if optimizer is not None and trained is not None:
             assert self.scheduler is not None, "built with the optimizer"
-            state, schedule = self._store.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
+            state, schedule = (
+                self._store.optimizer_state(trained),
+                saved_schedule(self.policy, self.scheduler),
+            )
             if self.loss_scale.dynamic:
                 # In the first group, because torch's format of optimizer state has no place of its own for
                 # it.
-                state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
+                state["param_groups"][0].update(
+                    zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True)
+                )
             checkpoint.save_optimizer(state, schedule, self.runtime, optimizer, self._staging.of(optimizer))
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:

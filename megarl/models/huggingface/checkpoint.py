@@ -1,10 +1,12 @@
-"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP): any number of ranks reads what any other wrote.
+"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP): any number of ranks reads
+what any other wrote.
 
-A state is a mapping from the model's Hugging Face parameter names to tensors, sharded ones as DTensors. Both torch backends write the same
-names and shapes, so that either reads the other's checkpoints.
+A state is a mapping from the model's Hugging Face parameter names to tensors, sharded ones as DTensors. Both
+torch backends write the same names and shapes, so that either reads the other's checkpoints.
 
-No file is unpickled freely. DCP writes its index, ``.metadata``, as a pickle; here only the few classes it consists of are let in. Tensors
-and all that is no tensor come through ``torch.load(weights_only=True)``, random-number states from safetensors.
+No file is unpickled freely. DCP writes its index, ``.metadata``, as a pickle; here only the few classes it
+consists of are let in. Tensors and all that is no tensor come through ``torch.load(weights_only=True)``,
+random-number states from safetensors.
 """
 
 from __future__ import annotations
@@ -31,17 +33,23 @@ from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
-# how a step is computed, not what it computes: the running configuration decides; where it leaves the kernel open, the checkpoint does
+# how a step is computed, not what it computes: the running configuration decides; where it leaves the kernel
+# open, the checkpoint does
 IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
 OptimizerState = dict[str, Any]
-"""``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
+"""``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a
+list of parameter names."""
 
 
 def save_weights(
-    state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None, add: Callable[[Path], None] | None = None
+    state: Mapping[str, torch.Tensor],
+    directory: Path,
+    buffer: StagingBuffer | None = None,
+    add: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the weights to ``directory``, or stage them. ``add`` writes further files, on rank 0. A collective over all ranks.
+    """Write the weights to ``directory``, or stage them. ``add`` writes further files, on rank 0. A
+    collective over all ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
@@ -64,18 +72,30 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def save_optimizer(
-    state: OptimizerState, schedule: Mapping[str, Any], runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None = None
+    state: OptimizerState,
+    schedule: Mapping[str, Any],
+    runtime: DeviceRuntime,
+    directory: Path,
+    buffer: StagingBuffer | None = None,
 ) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be staged. A collective over all
-    ranks.
+    """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be
+    staged. A collective over all ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
-    tensors = {_key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)}
+    tensors = {
+        _key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)
+    }
     plain = {
-        "numbers": {_key(name, key): value for name, key, value in _entries(state) if not isinstance(value, torch.Tensor)},
-        "param_groups": [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]],
+        "numbers": {
+            _key(name, key): value
+            for name, key, value in _entries(state)
+            if not isinstance(value, torch.Tensor)
+        },
+        "param_groups": [
+            {key: _plain(value) for key, value in group.items()} for group in state["param_groups"]
+        ],
         "schedule": dict(schedule),
     }
     with appears_whole(directory) as partial:
@@ -86,11 +106,15 @@ def save_optimizer(
             save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
-def load_optimizer(like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path) -> tuple[OptimizerState, dict[str, Any]]:
-    """Read what ``save_optimizer`` wrote: states of the optimizer and of the schedule are returned, random-number states are put back.
+def load_optimizer(
+    like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path
+) -> tuple[OptimizerState, dict[str, Any]]:
+    """Read what ``save_optimizer`` wrote: states of the optimizer and of the schedule are returned,
+    random-number states are put back.
 
-    The hyperparameters are the checkpoint's, not the configuration's, so that a run goes on as it was; of the learning rate see
-    ``resume_schedule``. Random-number states come back where this rank existed when they were saved. A collective over all ranks.
+    The hyperparameters are the checkpoint's, not the configuration's, so that a run goes on as it was; of the
+    learning rate see ``resume_schedule``. Random-number states come back where this rank existed when they
+    were saved. A collective over all ranks.
 
     Args:
         like: the weights; state of a weight's shape is spread over the ranks as the weight is.
@@ -106,10 +130,15 @@ def load_optimizer(like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, dir
         name, key = entry.rsplit("/", 1)
         if name not in like or not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(
-                f"{directory} does not hold the optimizer state of this model: {entry} is unknown. Check model_name and the path"
+                f"{directory} does not hold the optimizer state of this model: {entry} is unknown. Check "
+                "model_name and the path"
             )
         state.setdefault(name, {})[key] = _empty(stored, like[name])
-    _read({_key(name, key): value for name, values in state.items() for key, value in values.items()}, directory, "optimizer state")
+    _read(
+        {_key(name, key): value for name, values in state.items() for key, value in values.items()},
+        directory,
+        "optimizer state",
+    )
     for entry, value in plain["numbers"].items():
         name, key = entry.rsplit("/", 1)
         state.setdefault(name, {})[key] = value
@@ -123,18 +152,25 @@ def load_optimizer(like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, dir
     return {"state": state, "param_groups": plain["param_groups"]}, schedule
 
 
-def named_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> OptimizerState:
+def named_optimizer_state(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
+) -> OptimizerState:
     """State of an optimizer whose parameters are whole tensors or DTensors, by name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named_parameters}
     state = optimizer.full_state() if isinstance(optimizer, LowPrecisionAdamW) else optimizer.state
     return {
         "state": {names[parameter]: dict(values) for parameter, values in state.items()},
-        "param_groups": [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups],
+        "param_groups": [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
     }
 
 
 def install_optimizer_state(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], loaded: OptimizerState
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    loaded: OptimizerState,
 ) -> None:
     """The reverse of ``named_optimizer_state``.
 
@@ -143,16 +179,25 @@ def install_optimizer_state(
     """
     names = {parameter: name for name, parameter in named_parameters}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    install(optimizer, {index: loaded["state"][name] for index, name in enumerate(order) if name in loaded["state"]}, loaded, names)
+    install(
+        optimizer,
+        {index: loaded["state"][name] for index, name in enumerate(order) if name in loaded["state"]},
+        loaded,
+        names,
+    )
 
 
 def install(
-    optimizer: torch.optim.Optimizer, state: Mapping[int, Any], loaded: OptimizerState, names: Mapping[torch.nn.Parameter, str]
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[int, Any],
+    loaded: OptimizerState,
+    names: Mapping[torch.nn.Parameter, str],
 ) -> None:
-    """Put state, by a parameter's place in the optimizer, and the hyperparameters of ``loaded`` into the optimizer.
+    """Put state, by a parameter's place in the optimizer, and the hyperparameters of ``loaded`` into the
+    optimizer.
 
-    A kernel that the configuration leaves open is the one that the checkpoint was written with, so that a run goes on bit for bit; in
-    checkpoints of version 0.1 that is the plain one.
+    A kernel that the configuration leaves open is the one that the checkpoint was written with, so that a run
+    goes on bit for bit; in checkpoints of version 0.1 that is the plain one.
 
     Raises:
         CheckpointError: ``loaded`` belongs to an optimizer over other parameters.
@@ -161,7 +206,8 @@ def install(
     there = [list(group["params"]) for group in loaded["param_groups"]]
     if here != there:
         raise CheckpointError(
-            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this optimizer has "
+            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this "
+            "optimizer has "
             f"{[len(group) for group in here]}, or they are others; check model_name and policy.optimizer"
         )
     groups, first = [], 0
@@ -197,7 +243,9 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBu
         with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
             dcp.save(dict(state), storage_writer=RankWriter(directory, buffer))
     except CheckpointException as error:  # raised on all ranks; not even an Exception
-        raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
+        raise CheckpointError(
+            f"{directory} cannot be written: {error}. See to free space and permissions there"
+        ) from error
 
 
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
@@ -207,16 +255,22 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
     other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
     if only_there or only_here or other:
         raise CheckpointError(
-            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, only in the model "
-            f"{only_here[:3]}, of another shape {other[:3]} ({len(only_there)}, {len(only_here)} and {len(other)} in all). "
+            f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
+            "only in the model "
+            f"{only_here[:3]}, of another shape {other[:3]} ({len(only_there)}, {len(only_here)} and "
+            f"{len(other)} in all). "
             "Check model_name and the path"
         )
     try:
         with warnings.catch_warnings(action="ignore"), restricted_loading():
             dcp.load(dict(state), checkpoint_id=directory)
     except CheckpointException as error:
-        refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None)
-        raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
+        refused = next(
+            (cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None
+        )
+        raise refused or CheckpointError(
+            f"{directory} cannot be read: {error}. It is damaged; take another checkpoint"
+        ) from error
 
 
 def _fits(stored: Any, here: torch.Tensor) -> bool:
@@ -232,7 +286,8 @@ def require(directory: Path) -> None:
     """
     if not is_file(directory / METADATA_FILE):
         raise CheckpointError(
-            f"{directory} is not a checkpoint (no {METADATA_FILE} there): give the directory that save_checkpoint was given"
+            f"{directory} is not a checkpoint (no {METADATA_FILE} there): give the directory that "
+            "save_checkpoint was given"
         )
 
 

@@ -1,6 +1,7 @@
 """Generation by a transformers model, drawing the same tokens as every other backend.
 
-Keys and values go to ``DecodedRows``, whose steps have fixed shapes. A model that remembers more than those keeps its own cache.
+Keys and values go to ``DecodedRows``, whose steps have fixed shapes. A model that remembers more than those
+keeps its own cache.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``.
 
-    Data-parallel ranks need not be in step, so the model must need no collective with them: its parameters are whole, or those of this
-    tensor-parallel rank. Ranks that share rows have to be in step, and are.
+    Data-parallel ranks need not be in step, so the model must need no collective with them: its parameters
+    are whole, or those of this tensor-parallel rank. Ranks that share rows have to be in step, and are.
 
     Args:
-        model: a causal language model of transformers; its logits are the columns that ``backend.vocabulary`` says.
+        model: a causal language model of transformers; its logits are the columns that ``backend.vocabulary``
+            says.
         backend: where the model runs and who runs it together.
         data, config, tokenizer, greedy: as for ``decode``.
     """
     # Asked of the cache that transformers would make, which knows the kinds of the model's layers.
     simple, device = _keeps_positions_alone(DynamicCache(config=model.config)), backend.runtime.device
-    graphs = graphs_on(device, None if simple else "the model keeps more than keys and values, in a cache of transformers")
+    graphs = graphs_on(
+        device, None if simple else "the model keeps more than keys and values, in a cache of transformers"
+    )
     decoded = DecodedRows(graphs, device)
 
     def start(rows: int, positions: int) -> Forward:
@@ -80,14 +84,18 @@ def generate(
 class _CachedForward:
     """See ``Forward``."""
 
-    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, decoded: DecodedRows, graphs: Graphs) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vocabulary: VocabularyShard, decoded: DecodedRows, graphs: Graphs
+    ) -> None:
         self.model = model
         self.vocabulary = vocabulary
         self.decoded = decoded
         self.graphs = graphs
         self.cache = _RowsCache(decoded)
 
-    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor:
+    def read(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
+    ) -> torch.Tensor:
         """See ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         return self._forward(tokens)[prompt_of]
@@ -108,7 +116,9 @@ class _CachedForward:
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = self.decoded.positions.t()
-        return _next_logits(self.model, self.vocabulary, tokens, positions, self.cache, decoded_rows=self.decoded)
+        return _next_logits(
+            self.model, self.vocabulary, tokens, positions, self.cache, decoded_rows=self.decoded
+        )
 
 
 class _RowsCache(DynamicCache):  # type: ignore[misc]
@@ -119,10 +129,17 @@ class _RowsCache(DynamicCache):  # type: ignore[misc]
         self._decoded = decoded
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *unused: Any, **ignored: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *unused: Any,
+        **ignored: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Cache``: tensors are [b, G, n, d]."""
-        keys, values = self._decoded.store(layer_idx, key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))
+        keys, values = self._decoded.store(
+            layer_idx, key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3)
+        )
         return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
 
 
@@ -135,7 +152,9 @@ class _OwnCacheForward:
         self.cache = DynamicCache(config=model.config)
         self.is_padded = False
 
-    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor:
+    def read(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
+    ) -> torch.Tensor:
         """See ``Forward``."""
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
@@ -161,15 +180,28 @@ class _OwnCacheForward:
 
 
 def _keeps_positions_alone(cache: DynamicCache) -> bool:
-    """Whether every layer keeps keys and values of its last positions, and nothing that was computed from all of them."""
+    """Whether every layer keeps keys and values of its last positions, and nothing that was computed from all
+    of them."""
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def _next_logits(
-    model: torch.nn.Module, vocabulary: VocabularyShard, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, **options: Any
+    model: torch.nn.Module,
+    vocabulary: VocabularyShard,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Any,
+    **options: Any,
 ) -> torch.Tensor:
     """[b, V] after tokens [b, n] at positions [b, n]."""
-    output = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+    output = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **options,
+    )
     return _all_columns(output.logits[:, -1], vocabulary)
 
 
@@ -179,7 +211,9 @@ def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Ten
         ranks = dist.get_world_size(vocabulary.group)
         # Transposed, so that the gather puts the ranks' columns one behind another.
         columns = logits.t().contiguous()
-        whole = torch.empty(ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device)
+        whole = torch.empty(
+            ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device
+        )
         dist.all_gather_into_tensor(whole, columns, group=vocabulary.group)
         logits = whole.t()
     return logits[:, : vocabulary.size]

@@ -1,7 +1,8 @@
 """A transformers model without its weights, and what of a checkpoint belongs into it.
 
-Parameters are built on the meta device, so that no rank ever holds a model it does not keep; a backend divides them and then reads its own
-slices. Buffers (rotary frequencies) are real from the start: they come from the model's own constructor.
+Parameters are built on the meta device, so that no rank ever holds a model it does not keep; a backend
+divides them and then reads its own slices. Buffers (rotary frequencies) are real from the start: they come
+from the model's own constructor.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ _IGNORABLE = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module registers is moved to the meta device at once; buffers stay where they are made."""
+    """Inside, every parameter that a module registers is moved to the meta device at once; buffers stay where
+    they are made."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                parameter.to("meta"), requires_grad=parameter.requires_grad
+            )
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
@@ -50,14 +54,17 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, scores: bool = False, trust_remote_code: bool = False) -> Any:
-    """A causal language model with float32 parameters on the meta device, real buffers, and the engine's attention.
+def build_on_meta(
+    hf_config: Any, *, vocabulary: int | None = None, scores: bool = False, trust_remote_code: bool = False
+) -> Any:
+    """A causal language model with float32 parameters on the meta device, real buffers, and the engine's
+    attention.
 
-    Or with ``scores`` a model that scores, whose ``logits`` [n, t, 1] are what its score layer says at every token, where transformers' own
-    gives those of the last one that is no padding.
+    Or with ``scores`` a model that scores, whose ``logits`` [n, t, 1] are what its score layer says at every
+    token, where transformers' own gives those of the last one that is no padding.
 
-    The embedding row of the padding token is trained like any other, as in Megatron: a model whose padding token is also its end-of-text
-    token would otherwise never learn to read the end.
+    The embedding row of the padding token is trained like any other, as in Megatron: a model whose padding
+    token is also its end-of-text token would otherwise never learn to read the end.
 
     Args:
         hf_config: the model's config; left as it is.
@@ -73,24 +80,40 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, scores: bool
     if text is not config:
         seeing = " and ".join(sorted(family.model_type for family in FAMILIES.values() if family.sees))
         raise ModelError(
-            f"policy.model_name: a {config.model_type} model also sees or hears, and the torch backends run models of text alone. "
-            f"Fix: take one of these, or set policy.megatron_cfg.enabled to true, which trains the text of {seeing}"
+            f"policy.model_name: a {config.model_type} model also sees or hears, and the torch backends run "
+            "models of text alone. "
+            "Fix: take one of these, or set policy.megatron_cfg.enabled to true, which trains the text of "
+            f"{seeing}"
         )
     if disagreements := rotary_disagreements(text.to_dict()):
         raise ModelError(
-            f"config.json: {'; '.join(disagreements)}. Fix: take {'it' if len(disagreements) == 1 else 'them'} out of rope_scaling if the "
+            f"config.json: {'; '.join(disagreements)}. Fix: take "
+            f"{'it' if len(disagreements) == 1 else 'them'} out of rope_scaling if the "
             "model was trained without"
         )
-    for name in ("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+    for name in (
+        "attention_dropout",
+        "hidden_dropout",
+        "residual_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    ):
         if getattr(text, name, 0.0):
-            # with dropout the log-probabilities of a training step would not be those that were computed before it
+            # with dropout the log-probabilities of a training step would not be those that were computed
+            # before it
             logger.warning("%s = %s in the model's config.json: training uses 0", name, getattr(text, name))
             setattr(text, name, 0.0)
     if vocabulary is not None:
         text.vocab_size = vocabulary
     with parameters_on_meta():
         auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code)
+        model = auto.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=trust_remote_code,
+        )
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.padding_idx = None
@@ -123,14 +146,18 @@ def layers_of(model: Any) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        raise ModelError(f"{type(model).__name__} does not say what its layers are (_no_split_modules); choose a model of transformers")
+        raise ModelError(
+            f"{type(model).__name__} does not say what its layers are (_no_split_modules); choose a model "
+            "of transformers"
+        )
     return layers
 
 
 def recompute_layers(model: Any) -> None:
     """Keep of every layer only its input, and compute it again in the backward pass.
 
-    What is wrapped is the layer's ``forward``, inside of all hooks: parameters are gathered around it, not by it.
+    What is wrapped is the layer's ``forward``, inside of all hooks: parameters are gathered around it, not by
+    it.
     """
     for layer in layers_of(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -153,7 +180,10 @@ def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str,
         ModelError: it keeps a buffer in them; or as ``check_names`` does.
     """
     if buffers := persistent_buffers(model):
-        raise ModelError(f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use another model")
+        raise ModelError(
+            f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use "
+            "another model"
+        )
     check_names(source, shapes, tied=is_tied(model))
 
 
@@ -175,10 +205,15 @@ def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]
         if name in source and source.shape(name) != shape
     ]
     accounted = {*shapes, HEAD} if tied else set(shapes)
-    problems += [f"unknown: {name}" for name in source.names() if name not in accounted and not _IGNORABLE.fullmatch(name)]
+    problems += [
+        f"unknown: {name}"
+        for name in source.names()
+        if name not in accounted and not _IGNORABLE.fullmatch(name)
+    ]
     if problems:
         shown = "\n  ".join(problems[:10])
         raise ModelError(
-            f"the weights in {source.directory} do not fit their config.json ({len(problems)} problems); use the config.json that "
+            f"the weights in {source.directory} do not fit their config.json ({len(problems)} problems); "
+            "use the config.json that "
             f"belongs to these weights, and complete weights:\n  {shown}"
         )

@@ -1,4 +1,5 @@
-"""Moves parts of a divided model between the device and host memory, so that another engine can use the device meanwhile."""
+"""Moves parts of a divided model between the device and host memory, so that another engine can use the
+device meanwhile."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def move_buffers(model: Any, device: torch.device) -> Any:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put this rank's pieces of state tensors where ``move`` puts a tensor, but for scalars, which their optimizer wants where it put
-    them."""
+    """Put this rank's pieces of state tensors where ``move`` puts a tensor, but for scalars, which their
+    optimizer wants where it put them."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, DTensor) and value.ndim > 0:
@@ -41,7 +42,8 @@ def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tenso
 
 
 def _with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """``tensor`` with another piece of this rank's. ``DTensor.from_local`` would bring that back to the device of the mesh."""
+    """``tensor`` with another piece of this rank's. ``DTensor.from_local`` would bring that back to the
+    device of the mesh."""
     inner, context = tensor.__tensor_flatten__()
     parts = {**{name: getattr(tensor, name) for name in inner}, "_local_tensor": local}
     return DTensor.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())

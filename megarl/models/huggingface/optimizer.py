@@ -1,10 +1,12 @@
 """Optimizer and learning-rate schedule of the torch backends, by import path and keyword arguments.
 
-Vectors (parameters of one dimension: biases and norms) are a group of their own, so that ``weight_decay_on_vectors: false`` can leave them
-out of the weight decay, as Megatron does. The schedule counts ``train()`` calls.
+Vectors (parameters of one dimension: biases and norms) are a group of their own, so that
+``weight_decay_on_vectors: false`` can leave them out of the weight decay, as Megatron does. The schedule
+counts ``train()`` calls.
 
-Adam and AdamW run torch's fused kernel where the configuration chooses none: one pass over the state instead of a dozen operations a
-parameter. It rounds in another order than the plain one, so a checkpoint remembers which of the two wrote it, and a run goes on with that.
+Adam and AdamW run torch's fused kernel where the configuration chooses none: one pass over the state instead
+of a dozen operations a parameter. It rounds in another order than the plain one, so a checkpoint remembers
+which of the two wrote it, and a run goes on with that.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ def build_optimizer(
     """The optimizer of ``policy.optimizer`` over all trainable parameters.
 
     Args:
-        policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or false}``.
+        policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or
+            false}``.
         named_parameters: each parameter once.
-        dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any more.
+        dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any
+            more.
         seed: of the rounding of states below float32.
 
     Raises:
@@ -66,7 +70,12 @@ def build_optimizer(
         )
     kind = _resolve(f"{OPTIMIZER}.name", chosen["name"], torch.optim.Optimizer, "torch.optim.AdamW")
     if kind.__name__ in UNSUITABLE:
-        raise _refusal(f"{OPTIMIZER}.name", chosen["name"], "its step needs more than dense gradients", "write torch.optim.AdamW")
+        raise _refusal(
+            f"{OPTIMIZER}.name",
+            chosen["name"],
+            "its step needs more than dense gradients",
+            "write torch.optim.AdamW",
+        )
     kwargs = dict(chosen.get("kwargs") or {})
     accepted = _check_arguments(OPTIMIZER, kind, kwargs, given={"params"})
     matrices: list[torch.nn.Parameter] = []
@@ -88,10 +97,17 @@ def build_optimizer(
     states = StateSettings("float32", chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed)
     if not states.are_plain:
         decoupled = kind is torch.optim.AdamW
-        made = _construct(OPTIMIZER, LowPrecisionAdamW, groups, {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs})
+        made = _construct(
+            OPTIMIZER,
+            LowPrecisionAdamW,
+            groups,
+            {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs},
+        )
         made.settings, made.place_of = states, lambda parameter: (names[parameter], 0)
         return made
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and all(kwargs.get(name) is None for name in KERNEL_ARGUMENTS):
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and all(
+        kwargs.get(name) is None for name in KERNEL_ARGUMENTS
+    ):
         for group in groups:
             # Kept in the group, which a checkpoint saves: a run that was begun with another kernel goes on
             # with it.
@@ -107,10 +123,11 @@ def _shard_number(parameter: torch.Tensor) -> int:
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The learning-rate schedule of ``policy.scheduler``; without one the learning rate is constant, and steps are counted all the same.
+    """The learning-rate schedule of ``policy.scheduler``; without one the learning rate is constant, and
+    steps are counted all the same.
 
-    ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence: at the first milestone the
-    second schedule takes over, and so on.
+    ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence:
+    at the first milestone the second schedule takes over, and so on.
 
     Raises:
         ConfigError: there is no such schedule, it does not know an argument, or the milestones do not fit.
@@ -122,20 +139,26 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     if isinstance(chosen, Mapping):
         return _one_schedule(SCHEDULER, chosen, optimizer)
     entries, milestones = _split_milestones(chosen)
-    schedules = [_one_schedule(f"{SCHEDULER}[{index}]", entry, optimizer) for index, entry in enumerate(entries)]
+    schedules = [
+        _one_schedule(f"{SCHEDULER}[{index}]", entry, optimizer) for index, entry in enumerate(entries)
+    ]
     return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones)
 
 
 def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
     """What a checkpoint keeps of a schedule, for ``resume_schedule``."""
-    return {"kind": type(scheduler).__name__, "state": scheduler.state_dict(), "settings": _settings(policy, scheduler.optimizer)}
+    return {
+        "kind": type(scheduler).__name__,
+        "state": scheduler.state_dict(),
+        "settings": _settings(policy, scheduler.optimizer),
+    }
 
 
 def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
     """Return the schedule at the step of a checkpoint, whose optimizer state is in the optimizer already.
 
-    A schedule with the settings of the checkpoint's gets its state, so that a run goes on bit for bit. Another one takes its steps from
-    the run's beginning.
+    A schedule with the settings of the checkpoint's gets its state, so that a run goes on bit for bit.
+    Another one takes its steps from the run's beginning.
 
     Args:
         policy: the configuration, which decides.
@@ -152,7 +175,9 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
         # torch takes the base rate of a new schedule from there, and would keep the checkpoint's.
         group.pop("initial_lr", None)
     resumed, steps = build_scheduler(policy, optimizer), saved["state"]["last_epoch"]
-    with warnings.catch_warnings(action="ignore"):  # torch expects a step of the optimizer between two of the schedule
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # torch expects a step of the optimizer between two of the schedule
         for _ in range(steps):
             resumed.step()
     log_changed_rate(steps, before, schedule_values(optimizer)["lr"])
@@ -166,7 +191,10 @@ def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> dict[st
 def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """``lr`` and ``wd`` that the next optimizer step will use."""
     groups = optimizer.param_groups
-    return {"lr": float(groups[0]["lr"]), "wd": max(float(group.get("weight_decay", 0.0)) for group in groups)}
+    return {
+        "lr": float(groups[0]["lr"]),
+        "wd": max(float(group.get("weight_decay", 0.0)) for group in groups),
+    }
 
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -196,7 +224,8 @@ def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) 
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) -> None:
-    """Scale gradients in place so that their norm, which is ``norm``, becomes at most ``bound``; None or 0 leaves them alone."""
+    """Scale gradients in place so that their norm, which is ``norm``, becomes at most ``bound``; None or 0
+    leaves them alone."""
     if not bound:
         return
     factor = bound / (norm + 1e-6)  # the small number of torch.nn.utils.clip_grad_norm_ and of Megatron
@@ -230,8 +259,8 @@ class LossScale:
         return cls(INITIAL, dynamic=True)
 
     def accepts(self, norm: float) -> bool:
-        """Return whether a step with gradients of this norm may be taken, and set the scale of the next one. All ranks
-        pass the same norm."""
+        """Return whether a step with gradients of this norm may be taken, and set the scale of the next one.
+        All ranks pass the same norm."""
         if not self.dynamic:
             return True
         if not math.isfinite(norm):
@@ -257,7 +286,12 @@ def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Op
     kind = _resolve(f"{key}.name", chosen.get("name"), LRScheduler, "torch.optim.lr_scheduler.LinearLR")
     # It is an LRScheduler in newer torch, but its step wants a metric.
     if issubclass(kind, ReduceLROnPlateau):
-        raise _refusal(f"{key}.name", chosen["name"], "it waits for a measured value, and none is given to it", "take another schedule")
+        raise _refusal(
+            f"{key}.name",
+            chosen["name"],
+            "it waits for a measured value, and none is given to it",
+            "take another schedule",
+        )
     kwargs = dict(chosen.get("kwargs") or {})
     _check_arguments(key, kind, kwargs, given={"optimizer"})
     return _construct(key, kind, optimizer, kwargs)
@@ -270,7 +304,10 @@ def _resolve(key: str, path: Any, base: type, example: str) -> Any:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise _refusal(
-            key, path, f"nothing can be imported under this name ({error})", f"write an import path such as {example}"
+            key,
+            path,
+            f"nothing can be imported under this name ({error})",
+            f"write an import path such as {example}",
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
         raise _refusal(key, path, f"it is no {base.__name__}", f"write an import path such as {example}")
@@ -286,7 +323,10 @@ def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set
         return accepted | set(kwargs)
     unknown = [
         Violation(
-            f"{key}.kwargs.{name}", kwargs[name], f"{kind.__name__} has no such argument", f"write one of {', '.join(sorted(accepted))}"
+            f"{key}.kwargs.{name}",
+            kwargs[name],
+            f"{kind.__name__} has no such argument",
+            f"write one of {', '.join(sorted(accepted))}",
         )
         for name in kwargs
         if name not in accepted
@@ -300,7 +340,9 @@ def _construct(key: str, kind: Any, first: Any, kwargs: Mapping[str, Any]) -> An
     try:
         return kind(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refusal(f"{key}.kwargs", dict(kwargs), f"{kind.__name__} refuses them: {error}", "correct the arguments") from error
+        raise _refusal(
+            f"{key}.kwargs", dict(kwargs), f"{kind.__name__} refuses them: {error}", "correct the arguments"
+        ) from error
 
 
 def _refusal(key: str, value: Any, bound: str, fix: str) -> ConfigError:

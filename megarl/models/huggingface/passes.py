@@ -15,10 +15,12 @@ from megarl.models.engine.output_layer import Request, answers_requests, asking
 
 
 def output_of(model: Any, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
-    """[n, t, V]: the logits of one micro-batch, this rank's positions and vocabulary columns; or what ``request`` asks for instead.
+    """[n, t, V]: the logits of one micro-batch, this rank's positions and vocabulary columns; or what
+    ``request`` asks for instead.
 
     Raises:
-        ModelError: the model does something to its logits, which would be done to the log-probabilities in their place.
+        ModelError: the model does something to its logits, which would be done to the log-probabilities in
+            their place.
     """
     with asking(request):
         output = model(
@@ -29,7 +31,11 @@ def output_of(model: Any, model_input: ModelInput, request: Request | None = Non
         )
     logits: torch.Tensor = output.logits
     if request is not None and not request.is_answer(logits):
-        raise _without_chunks(model, request, "changes its logits behind the output layer, which cannot be done to log-probabilities")
+        raise _without_chunks(
+            model,
+            request,
+            "changes its logits behind the output layer, which cannot be done to log-probabilities",
+        )
     return logits
 
 
@@ -48,7 +54,10 @@ def _request(head: Head, model: Any, model_input: ModelInput) -> Request | None:
 
 
 def _without_chunks(model: Any, request: Request, reason: str) -> ModelError:
-    return ModelError(f"policy.logprob_chunk_size = {request.chunk_size}: {type(model).__name__} {reason}. Fix: set it to null")
+    return ModelError(
+        f"policy.logprob_chunk_size = {request.chunk_size}: {type(model).__name__} {reason}. Fix: set it to "
+        "null"
+    )
 
 
 def forward_backward(
@@ -60,10 +69,12 @@ def forward_backward(
     loss_scale: float = 1.0,
     before_last: Callable[[], None] = lambda: None,
 ) -> list[HeadOutput]:
-    """Run ``head`` on every micro-batch, one after the other, and with ``backward`` add up the gradients of the losses.
+    """Run ``head`` on every micro-batch, one after the other, and with ``backward`` add up the gradients of
+    the losses.
 
     Args:
-        model: a causal language model of transformers, wrapped or not; what wraps it reduces gradients over ranks.
+        model: a causal language model of transformers, wrapped or not; what wraps it reduces gradients over
+            ranks.
         inputs: the micro-batches.
         head: gets the logits [n, t, V] of each, or what it asks for instead.
         backward: also go backward from the head's loss.
@@ -82,5 +93,7 @@ def forward_backward(
         if backward:
             assert result.loss is not None, "a backward pass needs a head that returns a loss"
             (result.loss * loss_scale if loss_scale != 1.0 else result.loss).backward()
-        outputs.append(result if result.loss is None else dataclasses.replace(result, loss=result.loss.detach()))
+        outputs.append(
+            result if result.loss is None else dataclasses.replace(result, loss=result.loss.detach())
+        )
     return outputs

@@ -1,4 +1,5 @@
-"""The order in which weights leave a transformers model: that of the mapping rules, which Megatron exports in too."""
+"""The order in which weights leave a transformers model: that of the mapping rules, which Megatron exports in
+too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from converters.mapping.rules import hf_names
 
 
 def in_sending_order(names: Iterable[str], hf_config: Any) -> list[str]:
-    """Parameter names, sorted as all backends export them; names of a model without mapping rules stay in their own order.
+    """Parameter names, sorted as all backends export them; names of a model without mapping rules stay in
+    their own order.
 
     Args:
         names: of the model's parameters.

@@ -1,9 +1,10 @@
 """The Megatron-Core backend.
 
-Megatron-Core warns at import, on every rank, about each optional package that is absent. The choice of layer spec and optimizer is logged
-by us, once, so those warnings are silenced before Megatron is imported; and it chooses at import how its small functions are compiled, and
-whether there is a Transformer Engine. What later releases say of their own plans to who builds on them, some of it for every layer, is
-nothing that a user can act on; `megarl doctor` and the README say that GPTModel is deprecated.
+Megatron-Core warns at import, on every rank, about each optional package that is absent. The choice of layer
+spec and optimizer is logged by us, once, so those warnings are silenced before Megatron is imported; and it
+chooses at import how its small functions are compiled, and whether there is a Transformer Engine. What later
+releases say of their own plans to who builds on them, some of it for every layer, is nothing that a user can
+act on; `megarl doctor` and the README say that GPTModel is deprecated.
 """
 
 import logging
@@ -15,7 +16,9 @@ from megarl.models.megatron.transformer_engine import find
 _TO_DEVELOPERS = {
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.distributed.distributed_data_parallel": (
+        "DistributedDataParallel: full_param_layout not provided"
+    ),
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }
 """How messages begin that are not shown, by the logger that gives them."""

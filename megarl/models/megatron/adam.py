@@ -1,8 +1,10 @@
-"""AdamW with one step counter a parameter group, as the fused optimizers of Transformer Engine and Apex keep it.
+"""AdamW with one step counter a parameter group, as the fused optimizers of Transformer Engine and Apex keep
+it.
 
-torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves optimizer state as slices of
-parameters and carries only what stands in the parameter groups beside them, so torch's counters are lost or shared after a resume. With
-the counter in the group, save, load and resharding need no special case.
+torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves
+optimizer state as slices of parameters and carries only what stands in the parameter groups beside them, so
+torch's counters are lost or shared after a resume. With the counter in the group, save, load and resharding
+need no special case.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from megarl.models.engine.state_formats import BLOCK
 class GroupStepAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
 
-    The arithmetic is that of ``torch.optim.adamw.adamw``'s fused kernel; only the place of the step counter differs:
-    ``param_group["step"]``, an int.
+    The arithmetic is that of ``torch.optim.adamw.adamw``'s fused kernel; only the place of the step counter
+    differs: ``param_group["step"]``, an int.
 
     Args:
         params: parameters or parameter groups.
@@ -33,7 +35,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         decoupled: False gives Adam with the decay added to the gradient instead.
-        capturable: newer Megatron-Core states it; only False is possible, because the step counter is a number on the host.
+        capturable: newer Megatron-Core states it; only False is possible, because the step counter is a
+            number on the host.
 
     Raises:
         ConfigError: ``capturable`` is True.
@@ -51,7 +54,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         if capturable:
             raise ConfigError(
-                "optimizer_cuda_graph = True needs Transformer Engine's fused Adam, which is not installed. Fix: install it or set False"
+                "optimizer_cuda_graph = True needs Transformer Engine's fused Adam, which is not installed. "
+                "Fix: install it or set False"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.decoupled = decoupled
@@ -59,7 +63,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: torch.Tensor) -> None:
         """Give ``parameter`` its two moments, both zero, if it has none."""
         if not self.state[parameter]:
-            self.state[parameter] = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
+            self.state[parameter] = {
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -75,8 +82,11 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self.initialize_state(parameter)
-            # a number a parameter, because the update counts each up; on the device, where the fused kernel reads it
-            steps = torch.full((len(parameters),), float(group.get("step", 0)), device=parameters[0].device).unbind()
+            # a number a parameter, because the update counts each up; on the device, where the fused kernel
+            # reads it
+            steps = torch.full(
+                (len(parameters),), float(group.get("step", 0)), device=parameters[0].device
+            ).unbind()
             update(
                 parameters,
                 [parameter.grad for parameter in parameters],
@@ -131,13 +141,19 @@ class ShardedAdamW(LowPrecisionAdamW):
             self._host = self._host or HostAdam(next(iter(self.host_part)).device)
             self._host.begin()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if getattr(parameter, "decoupled_grad", None) is not None]
+            parameters = [
+                parameter
+                for parameter in group["params"]
+                if getattr(parameter, "decoupled_grad", None) is not None
+            ]
             if parameters:
                 group["step"] = int(group.get("step", 0)) + 1
             for parameter in parameters:
                 self.initialize_state(parameter)
                 gradient = parameter.decoupled_grad.view(-1)
-                for shard, numbers, in_host in self.shards(parameter, gradient, group, group["step"], self.gradient_factor):
+                for shard, numbers, in_host in self.shards(
+                    parameter, gradient, group, group["step"], self.gradient_factor
+                ):
                     if in_host:
                         in_host_memory.append((shard, numbers))
                     else:

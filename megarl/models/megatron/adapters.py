@@ -1,15 +1,18 @@
-"""Low-rank adapters beside Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context and data parallelism.
+"""Low-rank adapters beside Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
+and data parallelism.
 
-A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it, as in PEFT. The factor that
-faces the cut side of the layer is cut with it, and the other one is whole on every tensor-parallel rank:
+A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it,
+as in PEFT. The factor that faces the cut side of the layer is cut with it, and the other one is whole on
+every tensor-parallel rank:
 
-    column-parallel   h = s A x, whole on every rank;   B cut by rows       gradient of A: of what all ranks make of h
-    row-parallel      h = s sum over ranks of A x;      A cut by columns    gradient of B: of the rank's output
+    column-parallel   h = s A x, whole on every rank;   B cut by rows       gradient of A: of what all ranks
+    make of h row-parallel      h = s sum over ranks of A x;      A cut by columns    gradient of B: of the
+    rank's output
 
-Under sequence parallelism a rank finds the gradient of the whole factor for its run of the sequence alone. Such a factor says so
-(``sequence_parallel``), and Megatron-Core adds these up over the ranks as it does those of norms; having no ``tensor_model_parallel`` mark,
-it counts once in the gradient's norm. Data parallelism, the optimizer and checkpoints see the factors alone, because nothing else asks for
-gradients.
+Under sequence parallelism a rank finds the gradient of the whole factor for its run of the sequence alone.
+Such a factor says so (``sequence_parallel``), and Megatron-Core adds these up over the ranks as it does those
+of norms; having no ``tensor_model_parallel`` mark, it counts once in the gradient's norm. Data parallelism,
+the optimizer and checkpoints see the factors alone, because nothing else asks for gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -42,7 +49,15 @@ from converters.mapping.rules import hf_tensors, rule_for
 from converters.model_config.architecture import Architecture
 from megarl.config.adapters import CUT_KINDS
 from megarl.errors import ConfigError, Violation
-from megarl.models.engine.adapters import KEY, AdapterSettings, AdapterSwitch, FirstFactors, drop, factor_name, merged
+from megarl.models.engine.adapters import (
+    KEY,
+    AdapterSettings,
+    AdapterSwitch,
+    FirstFactors,
+    drop,
+    factor_name,
+    merged,
+)
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
@@ -50,14 +65,22 @@ from megarl.models.megatron.parallel import ExpertGroups
 logger = logging.getLogger(__name__)
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand."""
-_STORED = {"q_proj": "adapter_q.", "k_proj": "adapter_k.", "v_proj": "adapter_v.", "gate_proj": "adapter_gate.", "up_proj": "adapter_up."}
-"""What Megatron-Bridge's CanonicalLoRA calls the adapters of a fused layer, whose checkpoints the converters read."""
+_STORED = {
+    "q_proj": "adapter_q.",
+    "k_proj": "adapter_k.",
+    "v_proj": "adapter_v.",
+    "gate_proj": "adapter_gate.",
+    "up_proj": "adapter_up.",
+}
+"""What Megatron-Bridge's CanonicalLoRA calls the adapters of a fused layer, whose checkpoints the converters
+read."""
 
 
 class Adapter(nn.Module):
     """The adapters of the matrices in one parallel linear layer.
 
-    Its parameters are ``lora_A_q_proj`` [r, in] and ``lora_B_q_proj`` [rows of q_proj, r], and so on: of this tensor-parallel rank.
+    Its parameters are ``lora_A_q_proj`` [r, in] and ``lora_B_q_proj`` [rows of q_proj, r], and so on: of this
+    tensor-parallel rank.
 
     Args:
         linear: the layer.
@@ -69,7 +92,13 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, linear: Any, rule: Rule, layout: ShardLayout, parts: Sequence[int], settings: AdapterSettings, switch: AdapterSwitch
+        self,
+        linear: Any,
+        rule: Rule,
+        layout: ShardLayout,
+        parts: Sequence[int],
+        settings: AdapterSettings,
+        switch: AdapterSwitch,
     ) -> None:
         super().__init__()
         self._settings, self.switch = settings, switch
@@ -80,12 +109,20 @@ class Adapter(nn.Module):
         self._is_fused = len(rule.parts) > 1
         spans = {part: [span for span in layout.spans if span.part == part] for part in parts}
         self._starts = {part: min(span.start for span in spans[part]) for part in parts}
-        rows = {part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0] for part in parts}
+        rows = {
+            part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
+            for part in parts
+        }
         for part, name in zip(parts, self._names, strict=True):
-            for letter, shape in (("A", (settings.rank, layout.shape[1])), ("B", (rows[part], settings.rank))):
+            for letter, shape in (
+                ("A", (settings.rank, layout.shape[1])),
+                ("B", (rows[part], settings.rank)),
+            ):
                 self.register_parameter(f"lora_{letter}_{name}", self._new(linear.weight, letter, shape))
         order = _order_of(layout, parts, rows) if layout.axis == 0 else None
-        self.register_buffer("_order", None if order is None else order.to(linear.weight.device), persistent=False)
+        self.register_buffer(
+            "_order", None if order is None else order.to(linear.weight.device), persistent=False
+        )
 
     def _new(self, weight: torch.Tensor, letter: str, shape: tuple[int, int]) -> nn.Parameter:
         parameter = nn.Parameter(weight.new_zeros(shape))
@@ -110,7 +147,8 @@ class Adapter(nn.Module):
                 own.copy_(whole)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around the layer."""
+        """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around
+        the layer."""
         share, scaling = self._settings.dropout, self._settings.scaling
         if self._settings.drops_input:
             inputs = drop(inputs, share, self)
@@ -120,7 +158,9 @@ class Adapter(nn.Module):
         elif self.is_row:
             hidden = reduce_from_tensor_model_parallel_region(hidden, group=self._group)
         elif self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self._group
+            )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
         output = F.linear(hidden, self.up())
@@ -144,13 +184,20 @@ class Adapter(nn.Module):
         return merged(weight.detach(), self.up(), self.down(), self._settings.scaling)
 
     def factors(self) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-        """Yield PEFT's name of each factor, this rank's part of it, and the dimension that it is cut along; None for a whole one."""
+        """Yield PEFT's name of each factor, this rank's part of it, and the dimension that it is cut along;
+        None for a whole one."""
         for module, name in zip(self.modules_adapted, self._names, strict=True):
             for letter in "AB":
                 cut = (letter == "A") == self.is_row
-                yield factor_name(module, letter), self.get_parameter(f"lora_{letter}_{name}").detach(), int(letter == "A") if cut else None
+                yield (
+                    factor_name(module, letter),
+                    self.get_parameter(f"lora_{letter}_{name}").detach(),
+                    int(letter == "A") if cut else None,
+                )
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """As Megatron-Core's modules; keys in the checkpoint are those of Megatron-Bridge's CanonicalLoRA."""
         state: dict[str, Any] = {}
         for name in self._names:
@@ -171,8 +218,8 @@ class Adapter(nn.Module):
 
 
 def _order_of(layout: ShardLayout, parts: Sequence[int], rows: Mapping[int, int]) -> torch.Tensor:
-    """Return where each row of a shard stands among the rows of ``parts``, one part behind the other; behind them all for a row of another
-    part."""
+    """Return where each row of a shard stands among the rows of ``parts``, one part behind the other; behind
+    them all for a row of another part."""
     total, firsts, position = sum(rows.values()), {}, 0
     for part in parts:
         start = min(span.start for span in layout.spans if span.part == part)
@@ -192,13 +239,17 @@ class _Adapted:
 
     adapter: Adapter
 
-    def forward(self, input_: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, input_: torch.Tensor, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_, *arguments, **options)  # type: ignore[misc]
         if self.adapter.switch.is_on:
             output = output + self.adapter(input_)
         return output, bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
 
 
@@ -220,11 +271,17 @@ class Adapters:
         seed: of the matrices A.
 
     Raises:
-        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another one.
+        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another
+            one.
     """
 
     def __init__(
-        self, settings: AdapterSettings, architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups, seed: int
+        self,
+        settings: AdapterSettings,
+        architecture: Architecture,
+        groups: ParallelGroups,
+        experts: ExpertGroups,
+        seed: int,
     ) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         self._architecture, self._groups, self._experts = architecture, groups, experts
@@ -251,7 +308,11 @@ class Adapters:
                 if not name.endswith(".weight"):
                     continue
                 rule = rule_for(name, self._architecture)
-                parts = [number for number, part in enumerate(rule.parts) if part.name.removesuffix(".weight") in chosen]
+                parts = [
+                    number
+                    for number, part in enumerate(rule.parts)
+                    if part.name.removesuffix(".weight") in chosen
+                ]
                 if parts:
                     adapter = self._beside(chunk.get_submodule(local.removesuffix(".weight")), rule, parts)
                     self._by_weight[rule.megatron_name] = adapter
@@ -262,10 +323,13 @@ class Adapters:
         self._refuse_idle(idle)
 
     def _beside(self, linear: Any, rule: Rule, parts: Sequence[int]) -> Adapter:
-        layout = shard_layout(rule, self._architecture.head_dim, self._groups.tensor_rank, self._groups.tensor_size, 0)
+        layout = shard_layout(
+            rule, self._architecture.head_dim, self._groups.tensor_rank, self._groups.tensor_size, 0
+        )
         adapter = Adapter(linear, rule, layout, parts, self.settings, self.switch)
         adapter.fill(self._first, rule)
-        # the class and not a wrapper: names, types and attributes of the layer stay what Megatron-Core expects
+        # the class and not a wrapper: names, types and attributes of the layer stay what Megatron-Core
+        # expects
         linear.__class__ = AdaptedRowLinear if isinstance(linear, RowParallelLinear) else AdaptedColumnLinear
         linear.add_module(ADAPTER, adapter)
         return adapter
@@ -274,12 +338,16 @@ class Adapters:
         everywhere = [False] * dist.get_world_size()
         dist.all_gather_object(everywhere, idle)
         if any(everywhere):
-            bound = f"a pipeline stage, or a chunk of one, has no adapter (rank {everywhere.index(True)}), so that nothing of it is trained"
+            bound = (
+                f"a pipeline stage, or a chunk of one, has no adapter (rank {everywhere.index(True)}), "
+                "so that nothing of it is trained"
+            )
             fix = "choose layers of every stage, or fewer stages"
             raise ConfigError([Violation(f"{KEY}.target_modules", list(self.settings.targets), bound, fix)])
 
     def exported(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return this rank's shards as refits and exports send them: a layer's with the adapter in it, made when it is asked for.
+        """Return this rank's shards as refits and exports send them: a layer's with the adapter in it, made
+        when it is asked for.
 
         Args:
             held: the shards as they are, by the names of the rules.
@@ -291,9 +359,17 @@ class Adapters:
         return self.settings.as_peft(self.adapted, self._matrices)
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """PEFT's names and whole factors, those of one pipeline stage after the other. A collective over the world."""
-        if self._architecture.mixture is not None and dist.get_rank() == 0 and any(name.endswith(_OF_EXPERTS) for name in self.adapted):
-            logger.warning("PEFT may take the adapters of MLPs beside experts for those of experts: load the merged model instead")
+        """PEFT's names and whole factors, those of one pipeline stage after the other. A collective over the
+        world."""
+        if (
+            self._architecture.mixture is not None
+            and dist.get_rank() == 0
+            and any(name.endswith(_OF_EXPERTS) for name in self.adapted)
+        ):
+            logger.warning(
+                "PEFT may take the adapters of MLPs beside experts for those of experts: load the merged "
+                "model instead"
+            )
         own = [factor for adapter in self._by_weight.values() for factor in adapter.factors()]
         listing = [(name, tuple(tensor.shape), cut) for name, tensor, cut in own]
         groups = self._groups
@@ -310,7 +386,9 @@ class Adapters:
                 if stage == groups.pipeline_rank:
                     whole = _joined(held[name], cut, groups)
                 if groups.pipeline_size > 1:
-                    dist.broadcast(whole, src=dist.get_global_rank(groups.pipeline, stage), group=groups.pipeline)
+                    dist.broadcast(
+                        whole, src=dist.get_global_rank(groups.pipeline, stage), group=groups.pipeline
+                    )
                 yield name, whole
 
     def write_run_config(self, directory: Path) -> None:
@@ -352,6 +430,6 @@ def _joined(part: torch.Tensor, cut: int | None, groups: ParallelGroups) -> torc
 
 
 def _begin_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Let gradients reach the first layer: those of a layer that is recomputed are asked for by its input alone, and that of the first one
-    comes from an embedding that is not trained."""
+    """Let gradients reach the first layer: those of a layer that is recomputed are asked for by its input
+    alone, and that of the first one comes from an embedding that is not trained."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

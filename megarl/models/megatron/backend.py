@@ -1,4 +1,5 @@
-"""The Megatron backend: the engine's ``Backend`` protocol on real Megatron-Core, with moves between the device and host memory."""
+"""The Megatron backend: the engine's ``Backend`` protocol on real Megatron-Core, with moves between the
+device and host memory."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.adapters import Adapters
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
-from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted, with_parameters
+from megarl.models.megatron.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    schedule_values,
+    step_where_accepted,
+    with_parameters,
+)
 from megarl.models.megatron.schedule import answer_requests, forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
@@ -55,7 +62,8 @@ from megarl.weight_sync.slices import Slice, Slices
 
 
 class Mover:
-    """Moves parts of a model between the device and host memory. On a CPU both places are the same memory and nothing happens.
+    """Moves parts of a model between the device and host memory. On a CPU both places are the same memory and
+    nothing happens.
 
     Gradients are not kept: their buffer is freed on the way to the host and comes back zeroed.
 
@@ -65,7 +73,12 @@ class Mover:
         runtime: device of this process.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, runtime: DeviceRuntime) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        runtime: DeviceRuntime,
+    ) -> None:
         self._chunks, self._optimizer, self._runtime = chunks, optimizer, runtime
         self._loose = LooseParameters(chunks, runtime)
         self.optimizer_copies = HostCopies(runtime)
@@ -101,7 +114,9 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
     has been freed before. States that are kept in host memory stay there.
     """
     for inner in with_parameters(optimizer):
-        if (inner.config.bf16 or inner.config.fp16) and not inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        if (
+            inner.config.bf16 or inner.config.fp16
+        ) and not inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for group in inner.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.data = move(parameter.data)
@@ -121,10 +136,12 @@ def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: b
 
 
 class LooseParameters:
-    """The parameters outside Megatron-Core's buffers (all of them without the distributed optimizer), which leave the device and come back.
+    """The parameters outside Megatron-Core's buffers (all of them without the distributed optimizer), which
+    leave the device and come back.
 
-    Their memory goes and the tensors stay, as in Megatron-Core's own buffers. A parameter that is given a tensor of another device
-    gets a new node in the graph of gradients, without the hook by which data parallelism collects its gradient: from then on it is zero.
+    Their memory goes and the tensors stay, as in Megatron-Core's own buffers. A parameter that is given a
+    tensor of another device gets a new node in the graph of gradients, without the hook by which data
+    parallelism collects its gradient: from then on it is zero.
 
     Args:
         chunks: the model chunks of this stage.
@@ -137,7 +154,8 @@ class LooseParameters:
         self._away: list[torch.Tensor] = []
 
     def move(self, place: Place) -> None:
-        """Free their memory on the device once it is copied to the host, or take it and fill it again; without waiting."""
+        """Free their memory on the device once it is copied to the host, or take it and fill it again;
+        without waiting."""
         memories = self._memories()
         if place == "host":
             self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
@@ -193,7 +211,13 @@ class MegatronBackend:
     """
 
     def __init__(
-        self, policy: PolicyConfig, source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int, with_optimizer: bool = True
+        self,
+        policy: PolicyConfig,
+        source: HuggingFaceSource,
+        runtime: DeviceRuntime,
+        *,
+        seed: int,
+        with_optimizer: bool = True,
     ) -> None:
         self.policy = policy
         self._model_directory = source.directory
@@ -222,15 +246,20 @@ class MegatronBackend:
 
     def _say_what_is_not_trained(self) -> None:
         if str(self.untouched):
-            logger.warning("%s: not trained, and exported as it was: %s", self._model_directory, self.untouched)
+            logger.warning(
+                "%s: not trained, and exported as it was: %s", self._model_directory, self.untouched
+            )
         elif self._stored.prediction_layers:
             logger.warning(
-                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither trained nor exported",
+                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither "
+                "trained nor exported",
                 self._model_directory,
                 self._stored.prediction_layers,
             )
 
-    def _build(self, policy: PolicyConfig, source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
+    def _build(
+        self, policy: PolicyConfig, source: HuggingFaceSource, seed: int, with_optimizer: bool
+    ) -> None:
         """Groups, model with its weights, optimizer and schedule."""
         megatron = policy["megatron_cfg"]
         sizes = parallel.ParallelSizes(
@@ -248,15 +277,23 @@ class MegatronBackend:
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
         # Packed sequences need the share alone: make_sequence_length_divisible_by is about rows, as in NeMo-
         # RL.
-        self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
-        check_source(source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
+        self.shapes = Shapes(
+            math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1
+        )
+        check_source(
+            source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0
+        )
         with cuda_redirect.cuda_literals():
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
             hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
             settings = AdapterSettings.of(policy)
             self.base = BaseModel(source)
-            self.adapters = None if settings is None else Adapters(settings, self.architecture, self.groups, self.experts, seed)
+            self.adapters = (
+                None
+                if settings is None
+                else Adapters(settings, self.architecture, self.groups, self.experts, seed)
+            )
             if self.adapters is not None:
                 # Before wrapping and before the optimizer, both of which take the parameters that are there.
                 self.adapters.put_beside(stages)
@@ -265,11 +302,19 @@ class MegatronBackend:
                 # an attribute of its own.
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
-            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks, seed) if with_optimizer else None
-            self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
+            self.optimizer: MegatronOptimizer | None = (
+                build_optimizer(policy, self.chunks, seed) if with_optimizer else None
+            )
+            self.scheduler: OptimizerParamScheduler | None = (
+                build_scheduler(policy, self.optimizer) if self.optimizer else None
+            )
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)
-        self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None
+        self._recorded = (
+            RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device)
+            if balance
+            else None
+        )
         # The padded vocabulary: each rank has the same number of rows, the last ones padding.
         rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
@@ -280,7 +325,9 @@ class MegatronBackend:
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
         self._bucket_bytes = bucket_bytes(policy["refit_buffer_size_gb"])
         exported = {} if self.adapters is None else {"exported": self.adapters.exported}
-        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts, self._bucket_bytes, **exported)
+        self._weights = WeightStream(
+            stages, self.architecture, self.groups, self.experts, self._bucket_bytes, **exported
+        )
 
     @property
     def stages(self) -> list[Any]:
@@ -292,7 +339,9 @@ class MegatronBackend:
         """Those that share experts."""
         return self.experts.replicas
 
-    def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+    def forward_backward(
+        self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
+    ) -> list[HeadOutput]:
         # A training pass waits for its gathers by the hooks of Megatron-Core; outside of one nobody would.
         if not backward:
             self.sync_parameters()
@@ -326,7 +375,8 @@ class MegatronBackend:
         return replace(outcome, metrics=self._recorded.metrics()) if self._recorded is not None else outcome
 
     def _empty_cache(self, level: int) -> None:
-        """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a pass, from 2 also after a step."""
+        """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a
+        pass, from 2 also after a step."""
         if self.policy["megatron_cfg"]["empty_unused_memory_level"] >= level:
             self.runtime.empty_cache()
 
@@ -348,7 +398,8 @@ class MegatronBackend:
         return None if self.adapters is None else self.adapters.switch.off()
 
     def sync_parameters(self) -> None:
-        """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
+        """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting
+        new ones."""
         for chunk in self.chunks if self._gathers_ahead else ():
             if chunk.remove_forward_pre_hook_handles:
                 # The hook would gather parameters in the middle of an export, in another order on each rank.
@@ -364,7 +415,8 @@ class MegatronBackend:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside: a tied output layer and the optimizer's own copies have to follow."""
+        """Parameters were written from outside: a tied output layer and the optimizer's own copies have to
+        follow."""
         self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
@@ -372,13 +424,18 @@ class MegatronBackend:
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
-        """Copy the first stage's embedding to the last of several stages, which has one of its own where they are tied."""
+        """Copy the first stage's embedding to the last of several stages, which has one of its own where they
+        are tied."""
         groups = self.groups
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
         if groups.is_first_stage:
             # Point to point: only the first and the last stage have the weight.
-            dist.send(self.stages[0].embedding.word_embeddings.weight.detach(), dst=groups.last_stage_global_rank, group=groups.pipeline)
+            dist.send(
+                self.stages[0].embedding.word_embeddings.weight.detach(),
+                dst=groups.last_stage_global_rank,
+                group=groups.pipeline,
+            )
         elif groups.is_last_stage:
             first = dist.get_global_rank(groups.pipeline, 0)
             dist.recv(self.stages[-1].output_layer.weight.detach(), src=first, group=groups.pipeline)
@@ -418,10 +475,23 @@ class MegatronBackend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
-        dtype, said = dtype_of(self.policy["precision"], "policy.precision"), said_of_scoring(self.hf_config) if scores(self.policy) else {}
-        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said, self._staging.of(weights), self._say_adapters)
+        dtype, said = (
+            dtype_of(self.policy["precision"], "policy.precision"),
+            said_of_scoring(self.hf_config) if scores(self.policy) else {},
+        )
+        checkpoint.save_weights(
+            self.chunks,
+            self._model_directory,
+            dtype,
+            weights,
+            said,
+            self._staging.of(weights),
+            self._say_adapters,
+        )
         if optimizer is not None and trained is not None:
-            checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer))
+            checkpoint.save_optimizer(
+                self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer)
+            )
 
     def _say_adapters(self, directory: Path) -> None:
         if self.adapters is not None:

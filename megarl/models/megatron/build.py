@@ -1,5 +1,5 @@
-"""Builds this worker's part of the model: a GPTModel or HybridModel of Megatron for each chunk of its pipeline stage, wrapped for data
-parallelism."""
+"""Builds this worker's part of the model: a GPTModel or HybridModel of Megatron for each chunk of its
+pipeline stage, wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,13 +44,17 @@ from megarl.models.megatron.transformer_engine import uses_transformer_engine
 from megarl.patched import patched
 
 
-def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups) -> list[LanguageModule]:
-    """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
-    to be loaded before anything else. A collective over the world.
+def build_chunks(
+    policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups
+) -> list[LanguageModule]:
+    """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the
+    current device; weights have to be loaded before anything else. A collective over the world.
 
     A model that is to score has a ``ScoreLayer`` in the place, and under the name, of its output layer."""
     # gated delta nets stand in the portable layers alone
-    fused = architecture.gated_delta is None and uses_transformer_engine(policy, has_experts=architecture.mixture is not None)
+    fused = architecture.gated_delta is None and uses_transformer_engine(
+        policy, has_experts=architecture.mixture is not None
+    )
     head = architecture.head if scores(policy) else None
     if head is not None:
         architecture = replace(architecture, head=None)
@@ -94,11 +101,13 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
 
 
 _MODEL_CLASSES = {"gpt": ("GPTModel", "gpt.gpt_model"), "hybrid": ("HybridModel", "hybrid.hybrid_model")}
-"""Megatron-Core's classes of language models, each with its module, by values of ``policy.megatron_cfg.model_class``."""
+"""Megatron-Core's classes of language models, each with its module, by values of
+``policy.megatron_cfg.model_class``."""
 
 
 def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
-    """The function that makes a model chunk of the class that is chosen: ``_gpt_model``, or ``megarl.models.megatron.hybrid.hybrid_model``.
+    """The function that makes a model chunk of the class that is chosen: ``_gpt_model``, or
+    ``megarl.models.megatron.hybrid.hybrid_model``.
 
     Raises:
         ConfigError: this Megatron-Core lacks the class.
@@ -127,19 +136,26 @@ def _has(chosen: str) -> bool:
 
 
 def _gpt_model(
-    config: TransformerConfig, chunk: int | None, layers: TransformerBlockSubmodules, options: Mapping[str, Any], **ends: Any
+    config: TransformerConfig,
+    chunk: int | None,
+    layers: TransformerBlockSubmodules,
+    options: Mapping[str, Any],
+    **ends: Any,
 ) -> LanguageModule:
     """See ``hybrid_model``."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the step.
-    return GPTModel(config=config, transformer_layer_spec=layers, parallel_output=True, vp_stage=chunk, **ends, **options)
+    return GPTModel(
+        config=config, transformer_layer_spec=layers, parallel_output=True, vp_stage=chunk, **ends, **options
+    )
 
 
 @contextlib.contextmanager
 def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
-    """Yarn's rotary embeddings make a table for the model's original length at once, and keep a context rank's two of 2c equal parts of it:
-    inside, a length that has no such parts is rounded up. Rows of it that nobody asks for change nothing."""
+    """Yarn's rotary embeddings make a table for the model's original length at once, and keep a context
+    rank's two of 2c equal parts of it: inside, a length that has no such parts is rounded up. Rows of it that
+    nobody asks for change nothing."""
     make = YarnRotaryEmbedding._set_cos_sin_cache
     parts = 2 * context_size if context_size > 1 else 1
 
@@ -151,16 +167,18 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
 
 
 def _output_layers_that_add_apart() -> contextlib.AbstractContextManager[None]:
-    """Inside, Megatron-Core builds an output layer whatever its configuration says of adding gradients inside the products: it does so by
-    an extension of Apex alone, and refuses the layer where that is absent, also where all others are Transformer Engine's."""
+    """Inside, Megatron-Core builds an output layer whatever its configuration says of adding gradients inside
+    the products: it does so by an extension of Apex alone, and refuses the layer where that is absent, also
+    where all others are Transformer Engine's."""
     return patched((layers, "_grad_accum_fusion_available", True))
 
 
 class ScoreLayer(torch.nn.Module):
-    """The score layer of a last stage: every tensor-parallel rank has all of it, and gives the scores of all positions.
+    """The score layer of a last stage: every tensor-parallel rank has all of it, and gives the scores of all
+    positions.
 
-    With sequence parallelism each rank scores its own run of the sequence, and finds a part of the weight's gradient, which Megatron-Core
-    adds up as those of norms.
+    With sequence parallelism each rank scores its own run of the sequence, and finds a part of the weight's
+    gradient, which Megatron-Core adds up as those of norms.
 
     Args:
         config: of the model.
@@ -172,25 +190,38 @@ class ScoreLayer(torch.nn.Module):
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, group
         # Without values: load_from_hf, or the seeded new score layer, fills it on all ranks alike.
-        weight = torch.empty(labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        weight = torch.empty(
+            labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
         self._forward_impl: Any = _plain_linear
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
-        """[s, B, H] to [S, B, labels] with s = S / ranks under sequence parallelism, otherwise S; called as the output layer is."""
-        own = self._forward_impl(hidden, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group)
-        return gather_from_sequence_parallel_region(own, False, self.tp_group) if self.sequence_parallel else own, None
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[s, B, H] to [S, B, labels] with s = S / ranks under sequence parallelism, otherwise S; called as
+        the output layer is."""
+        own = self._forward_impl(
+            hidden, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group
+        )
+        return gather_from_sequence_parallel_region(
+            own, False, self.tp_group
+        ) if self.sequence_parallel else own, None
 
 
-def _plain_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **unused: Any) -> torch.Tensor:
+def _plain_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **unused: Any
+) -> torch.Tensor:
     return F.linear(input, weight, bias)
 
 
 def keep_products_in_float32(layer: ColumnParallelLinear | ScoreLayer) -> None:
-    """Let a layer of 16-bit weights give float32: the sums of its products as they were added up, and not rounded to 16 bits afterwards.
+    """Let a layer of 16-bit weights give float32: the sums of its products as they were added up, and not
+    rounded to 16 bits afterwards.
 
-    Its gradients are those that it has anyway: they come to it in float32, are rounded to its own dtype, and are multiplied so.
+    Its gradients are those that it has anyway: they come to it in float32, are rounded to its own dtype, and
+    are multiplied so.
     """
     layer._forward_impl = _float32_linear
 
@@ -205,8 +236,9 @@ def _float32_linear(
     tp_group: dist.ProcessGroup,
     **unused: Any,
 ) -> torch.Tensor:
-    """[s, B, H] to float32 [S, B, V / ranks] with s = S / ranks under sequence parallelism, otherwise S; named as Megatron-Core calls it.
-    Options for a gradient that is added to another one inside the product are of no use here: autograd adds it."""
+    """[s, B, H] to float32 [S, B, V / ranks] with s = S / ranks under sequence parallelism, otherwise S;
+    named as Megatron-Core calls it. Options for a gradient that is added to another one inside the product
+    are of no use here: autograd adds it."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -216,8 +248,9 @@ def _float32_linear(
 
 
 class Float32Product(torch.autograd.Function):
-    """The float32 product [..., V] of [..., H] and the transpose of [V, H], both of 16 bits. On a CUDA device the operands are multiplied
-    as they are, which was not tried on one; on a CPU they are widened. Float32 operands are taken too, whose product is the usual one."""
+    """The float32 product [..., V] of [..., H] and the transpose of [V, H], both of 16 bits. On a CUDA device
+    the operands are multiplied as they are, which was not tried on one; on a CPU they are widened. Float32
+    operands are taken too, whose product is the usual one."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -241,7 +274,8 @@ class Float32Product(torch.autograd.Function):
 
 
 def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] | None) -> None:
-    """Scale the rotary frequencies of a model that was built without scaling, before its first pass; None leaves them alone.
+    """Scale the rotary frequencies of a model that was built without scaling, before its first pass; None
+    leaves them alone.
 
     Args:
         model: keeps its embeddings of past lengths, so it must not have run.
@@ -253,11 +287,13 @@ def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] |
 
 
 def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Say that experts are reduced over the expert-data-parallel ranks and have an optimizer of their own, in every layout.
+    """Say that experts are reduced over the expert-data-parallel ranks and have an optimizer of their own, in
+    every layout.
 
-    Megatron-Core does so only where the expert-parallel size is more than 1. Up to 0.16 it so forgets that experts which are all on one
-    rank, but not cut as the other layers are, have other data-parallel ranks as well; and optimizer state of a layout with expert
-    parallelism, which is in two parts, could not be read in a layout without.
+    Megatron-Core does so only where the expert-parallel size is more than 1. Up to 0.16 it so forgets that
+    experts which are all on one rank, but not cut as the other layers are, have other data-parallel ranks as
+    well; and optimizer state of a layout with expert parallelism, which is in two parts, could not be read in
+    a layout without.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -267,11 +303,13 @@ def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
-    """Biases behind the second matrix of experts, which Megatron-Core allows only where experts are not cut over ranks.
+    """Biases behind the second matrix of experts, which Megatron-Core allows only where experts are not cut
+    over ranks.
 
-    It takes such a bias for a copy of that of the first tensor-parallel rank, although the others have other experts: it leaves it out of
-    the gradient's norm there, and with sequence parallelism adds up the gradients of different experts. And where all experts are on one
-    rank it adds the bias in place to the result of a reduction that does nothing but get in the way of its gradient.
+    It takes such a bias for a copy of that of the first tensor-parallel rank, although the others have other
+    experts: it leaves it out of the gradient's norm there, and with sequence parallelism adds up the
+    gradients of different experts. And where all experts are on one rank it adds the bias in place to the
+    result of a reduction that does nothing but get in the way of its gradient.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -282,22 +320,28 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights a gated delta net has float32
-    ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all buffers of a chunk beyond the first into one group. Its
-    newer releases pass more options."""
+    """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights
+    a gated delta net has float32 ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all
+    buffers of a chunk beyond the first into one group. Its newer releases pass more options."""
     groups: list[Any] = []
     for buffer in buffers:
         groups += partition_buckets([buffer], *arguments, **options)
     return groups
 
 
-def wrap_for_data_parallel(chunks: Sequence[LanguageModule], policy: PolicyConfig, groups: ParallelGroups) -> list[DistributedDataParallel]:
-    """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
+def wrap_for_data_parallel(
+    chunks: Sequence[LanguageModule], policy: PolicyConfig, groups: ParallelGroups
+) -> list[DistributedDataParallel]:
+    """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have
+    to synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)
     # chunks beyond the first have time to reduce their gradients while the others run
     with patched((distributed_data_parallel, "partition_buckets", _groups_of_one_type)):
-        wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+        wrapped = [
+            DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
     if distribution.overlap_grad_reduce:
         # Without it every micro-batch would reduce its gradients, and not the last one alone.
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync

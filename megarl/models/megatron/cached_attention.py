@@ -1,7 +1,8 @@
-"""What Megatron's attention lacks to decode rows that are padded on the left: ``DecodedRows`` as its cache, and rotation by each row's
-positions.
+"""What Megatron's attention lacks to decode rows that are padded on the left: ``DecodedRows`` as its cache,
+and rotation by each row's positions.
 
-Keys are rotated by the positions of their own rows before they are cached; Megatron rotates all cached keys again in every pass.
+Keys are rotated by the positions of their own rows before they are cached; Megatron rotates all cached keys
+again in every pass.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -32,23 +35,37 @@ class CachesRows:
     layer_number: int
 
     def _adjust_key_value_for_inference(
-        self, inference_context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary_pos_emb: Any, *others: Any
+        self,
+        inference_context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary_pos_emb: Any,
+        *others: Any,
     ) -> tuple[Any, ...]:
         """In the place of Megatron's own: the same, but for the cache; it rotates nothing."""
         if inference_context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         assert self.rows is not None, "inside of decoding()"
-        return query, *self.rows.store(self.layer_number, key, value), rotary_pos_emb, AttnMaskType.no_mask, None
+        return (
+            query,
+            *self.rows.store(self.layer_number, key, value),
+            rotary_pos_emb,
+            AttnMaskType.no_mask,
+            None,
+        )
 
 
 class RowSelfAttention(CachesRows, SelfAttention):
-    """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the kernel of Transformer Engine,
-    which has to be told nothing of positions."""
+    """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the
+    kernel of Transformer Engine, which has to be told nothing of positions."""
 
     _angles: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
 
-    def forward(self, *arguments: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **options: Any) -> Any:
+    def forward(
+        self, *arguments: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **options: Any
+    ) -> Any:
         """See ``SelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
         options["packed_seq_params"] = packed_seq_params
         if self.rows is None and self.config.apply_rope_fusion:
@@ -68,13 +85,15 @@ class RowSelfAttention(CachesRows, SelfAttention):
             return found
         query, key, *others = found
         positions = self._positions if self.rows is None else self.rows.positions
-        by = rotation(self._angles, positions, query.dtype, _yarn_get_concentration_factor_from_config(self.config))
+        by = rotation(
+            self._angles, positions, query.dtype, _yarn_get_concentration_factor_from_config(self.config)
+        )
         return (rotate(query, by), rotate(key, by), *others)
 
 
 class _AnglesOfRows:
-    """Rotary angles [positions, 1, 1, d] of a model with latent attention, which takes those of a run of cached positions: of each row its
-    own."""
+    """Rotary angles [positions, 1, 1, d] of a model with latent attention, which takes those of a run of
+    cached positions: of each row its own."""
 
     def __init__(self, angles: torch.Tensor, rows: DecodedRows) -> None:
         self._angles, self._rows = angles, rows
@@ -87,19 +106,26 @@ class _AnglesOfRows:
 def _of_rows(rotary: Callable[..., Any], rows: DecodedRows) -> Callable[..., Any]:
     def forward(*arguments: Any, **options: Any) -> Any:
         found = rotary(*arguments, **options)
-        return (_AnglesOfRows(found[0], rows), *found[1:]) if isinstance(found, tuple) else _AnglesOfRows(found, rows)
+        return (
+            (_AnglesOfRows(found[0], rows), *found[1:])
+            if isinstance(found, tuple)
+            else _AnglesOfRows(found, rows)
+        )
 
     return forward
 
 
 @contextlib.contextmanager
-def decoding(stages: Sequence[torch.nn.Module], rows: DecodedRows, portable: Callable[[Any], torch.nn.Module]) -> Iterator[None]:
+def decoding(
+    stages: Sequence[torch.nn.Module], rows: DecodedRows, portable: Callable[[Any], torch.nn.Module]
+) -> Iterator[None]:
     """Let the attention of all stages decode rows.
 
     Args:
         stages: model chunks.
         rows: are told of each pass before it.
-        portable: makes the core attention for an attention layer that has another one, which cannot leave padding out.
+        portable: makes the core attention for an attention layer that has another one, which cannot leave
+            padding out.
     """
     with contextlib.ExitStack() as stack:
         for attention in (module for stage in stages for module in stage.modules()):

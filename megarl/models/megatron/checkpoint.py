@@ -1,10 +1,12 @@
 """Checkpoints through Megatron-Core's dist-checkpointing: any layout reads what any other wrote.
 
-A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved to its name by rank 0 alone.
+A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved
+to its name by rank 0 alone.
 
-The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to 0.19 lays the gathered
-buckets of a buffer end to end without their padding, but then cuts parameters out by their offsets *with* padding: with two or more
-buckets (large models, or tied embeddings over pipeline stages) every parameter beyond the first bucket is saved from the wrong place.
+The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to
+0.19 lays the gathered buckets of a buffer end to end without their padding, but then cuts parameters out by
+their offsets *with* padding: with two or more buckets (large models, or tied embeddings over pipeline stages)
+every parameter beyond the first bucket is saved from the wrong place.
 """
 
 from __future__ import annotations
@@ -52,19 +54,23 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
-    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines, whose values the stream has for
-    ``save_sharded``, or takes from a checkpoint."""
+    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines, whose
+    values the stream has for ``save_sharded``, or takes from a checkpoint."""
     stream = StateStream()
 
     def parameter_state(
-        optimizer: DistributedOptimizer, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+        optimizer: DistributedOptimizer,
+        use_gloo_comm: bool = True,
+        empty_data: bool = False,
+        return_on_all_ranks: bool = False,
     ) -> dict[Any, Any]:
         return stream.outlines(optimizer)
 
     def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
         """Outlines have no values; these are read afterwards, to where they belong."""
 
-    # Megatron-Core has the collector go over all objects of the process, for the sake of gathered tensors, which there are none of
+    # Megatron-Core has the collector go over all objects of the process, for the sake of gathered tensors,
+    # which there are none of
     with patched(
         (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
         (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", is_loaded),
@@ -83,14 +89,15 @@ _BOUNDS = ("max_lr", "min_lr")
 
 
 def _metadata() -> dict[str, Any]:
-    """Return how optimizer state is cut: so that any layout can read it. A fresh dict each time, because Megatron adds its process groups
-    to
+    """Return how optimizer state is cut: so that any layout can read it. A fresh dict each time, because
+    Megatron adds its process groups to
     it."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _entry(chunk: int) -> str:
-    """Return where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have the names of their layers."""
+    """Return where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have
+    the names of their layers."""
     return f"model{chunk}"
 
 
@@ -98,8 +105,13 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """What a checkpoint holds: all of a model, or where it has adapters these alone."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # each layer by itself, because not every one need have them
-        states = [chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True}) for chunk in chunks]
-        states = [{name: value for name, value in state.items() if f".{ADAPTER}." in name} for state in states]
+        states = [
+            chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
+            for chunk in chunks
+        ]
+        states = [
+            {name: value for name, value in state.items() if f".{ADAPTER}." in name} for state in states
+        ]
     else:
         states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]
     return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
@@ -116,8 +128,9 @@ def save_weights(
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
-    Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint can be exported by itself
-    (``megarl convert export``); its config then says ``dtype``, and what else is ``said``. ``add`` writes further files, on rank 0.
+    Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint
+    can be exported by itself (``megarl convert export``); its config then says ``dtype``, and what else is
+    ``said``. ``add`` writes further files, on rank 0.
     """
     with appears_whole(directory) as partial, cuda_literals():
         save_sharded(_sharded(chunks), partial, StateStream(), buffer)
@@ -129,7 +142,8 @@ def save_weights(
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
-    """Read weights that any layout wrote. A collective over all ranks; after an error some of the weights may be the checkpoint's.
+    """Read weights that any layout wrote. A collective over all ranks; after an error some of the weights may
+    be the checkpoint's.
 
     Raises:
         CheckpointError: it holds another model, or is damaged.
@@ -141,14 +155,18 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
                 state = loaded[_entry(index)] if len(chunks) > 1 else loaded
                 # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
                 weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
-                elsewhere = {name: value for name, value in weights.items() if not getattr(value, "is_meta", False)}
+                elsewhere = {
+                    name: value for name, value in weights.items() if not getattr(value, "is_meta", False)
+                }
                 chunk.module.load_state_dict(elsewhere, strict=False)
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
     """Addresses of the memory of all parameters and buffers."""
     modules = [chunk.module for chunk in chunks]
-    tensors = itertools.chain.from_iterable(itertools.chain(module.parameters(), module.buffers()) for module in modules)
+    tensors = itertools.chain.from_iterable(
+        itertools.chain(module.parameters(), module.buffers()) for module in modules
+    )
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
@@ -160,8 +178,8 @@ def save_optimizer(
     directory: Path,
     buffer: StagingBuffer | None = None,
 ) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer state may be staged. A
-    collective over all ranks."""
+    """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer
+    state may be staged. A collective over all ranks."""
     with appears_whole(directory) as partial, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         _agree_on_steps(optimizer)
@@ -181,8 +199,8 @@ def load_optimizer(
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
-    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they were saved. A collective over
-    all ranks; after an error some of the state may be the checkpoint's.
+    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they
+    were saved. A collective over all ranks; after an error some of the state may be the checkpoint's.
 
     Raises:
         CheckpointError: it belongs to another model, or is damaged.
@@ -190,12 +208,16 @@ def load_optimizer(
     with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        wanted = _without_empty_copies(optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata()))
+        wanted = _without_empty_copies(
+            optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
+        )
         strategy = StreamedLoad()
         loaded = _load(wanted, directory, "optimizer state", strategy)
         with failing_together(f"reading the optimizer state of {directory}"):
             stored = read_again(lambda: TorchDistCheckpoint(directory), str(directory))
-            bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
+            bounds = [
+                {key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups
+            ]
             optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
                 # Bounds of the rate come with the group, and would undo a rate that was changed in the
@@ -217,15 +239,19 @@ def load_optimizer(
 
 
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
-    """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core keeps master weights and moments
-    of the two in different forms. Local."""
-    stored = any(key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata)
+    """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core
+    keeps master weights and moments of the two in different forms. Local."""
+    stored = any(
+        key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata
+    )
     inner = list(with_parameters(optimizer))
     own = any(isinstance(each, DistributedOptimizer) for each in inner)
     if inner and own != stored:
         raise CheckpointError(
-            f"{directory} holds the state of an optimizer with use_distributed_optimizer = {str(stored).lower()}, and this one has "
-            f"{str(own).lower()}, which does not read it. Fix: set policy.megatron_cfg.optimizer.use_distributed_optimizer to "
+            f"{directory} holds the state of an optimizer with use_distributed_optimizer = "
+            f"{str(stored).lower()}, and this one has "
+            f"{str(own).lower()}, which does not read it. Fix: set "
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer to "
             f"{str(stored).lower()}, or load the weights alone, which are of one form"
         )
 
@@ -239,26 +265,28 @@ def require(directory: Path) -> None:
     """
     if not is_file(directory / CONFIG_FNAME):
         raise CheckpointError(
-            f"{directory} is not a checkpoint (no {CONFIG_FNAME} there): give the directory that save_checkpoint was given"
+            f"{directory} is not a checkpoint (no {CONFIG_FNAME} there): give the directory that "
+            "save_checkpoint was given"
         )
 
 
 def require_output(directory: Path, *, scores: bool) -> None:
-    """Refuse the weights of a language model for one that scores, and the reverse: Megatron-Core takes an output layer of any number of
-    rows, for vocabularies that are padded to another one. Local."""
+    """Refuse the weights of a language model for one that scores, and the reverse: Megatron-Core takes an
+    output layer of any number of rows, for vocabularies that are padded to another one. Local."""
     stored = read_plain_index(directory).state_dict_metadata.get(OUTPUT_LAYER)
     rows = stored.size[0] if isinstance(stored, TensorStorageMetadata) else None
     if scores != (rows == 1):
         found = "no output layer of its own" if rows is None else f"{OUTPUT_LAYER} of {rows} rows"
         raise CheckpointError(
-            f"{directory} holds {found}, and this model {'scores, with 1' if scores else 'is a language model'}. Fix: set "
+            f"{directory} holds {found}, and this model "
+            f"{'scores, with 1' if scores else 'is a language model'}. Fix: set "
             f"policy.reward_model_cfg.enabled to {str(not scores).lower()}, or give another checkpoint"
         )
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning, and an
-    error of one rank is one on all."""
+    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an
+    error, not a warning, and an error of one rank is one on all."""
     readers: list[tuple[Any, str, Any]] = []
     loaded: dict[str, Any] = {}
     missing: list[str] = []
@@ -279,8 +307,9 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
 
 
 def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tuple[Any, str, Any]]:
-    """Read what each rank reads by itself, before all of them read tensors together: an error of it would leave the others waiting. Tried
-    again where the storage fails for a moment, and plain values alone, whatever the environment says of torch's default. Local.
+    """Read what each rank reads by itself, before all of them read tensors together: an error of it would
+    leave the others waiting. Tried again where the storage fails for a moment, and plain values alone,
+    whatever the environment says of torch's default. Local.
 
     Returns:
         Replacements of Megatron-Core's functions, for ``patched``, that return what was read.
@@ -304,8 +333,16 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
 
     with _as_own_errors(directory, what):
         answer = read_again(verified, str(config))
-        shared = read_plain(common_state) if separate or is_file(common_state) else _shared_beside_tensors(directory)
-    reader = (common.TorchCommonLoadStrategy, "load_common") if separate else (serialization, "load_common_state_dict")
+        shared = (
+            read_plain(common_state)
+            if separate or is_file(common_state)
+            else _shared_beside_tensors(directory)
+        )
+    reader = (
+        (common.TorchCommonLoadStrategy, "load_common")
+        if separate
+        else (serialization, "load_common_state_dict")
+    )
     return [(serialization, name, lambda *unused: answer), (*reader, lambda *unused: shared)]
 
 
@@ -316,11 +353,18 @@ def _shared_beside_tensors(directory: Path) -> Any:
 
 
 def _read(
-    wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad, readers: Sequence[tuple[Any, str, Any]]
+    wanted: dict[str, Any],
+    directory: Path,
+    what: str,
+    strategy: StreamedLoad,
+    readers: Sequence[tuple[Any, str, Any]],
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are only asked for by this rank."""
+    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are
+    only asked for by this rank."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
-        loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL)
+        loaded, missing, unexpected = dist_checkpointing.load(
+            wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL
+        )
     return loaded, _tensor_keys(missing), _tensor_keys(unexpected)
 
 
@@ -330,14 +374,22 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None)
-        raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
+        refused = next(
+            (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None
+        )
+        raise refused or CheckpointError(
+            f"{directory} cannot be read: {error}. It is damaged; take another checkpoint"
+        ) from error
     except (CheckpointingException, KeyError, ValueError) as error:
         if isinstance(error, MegarlError):
             raise
-        raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
+        raise CheckpointError(
+            f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}. Fix: see to permissions there") from error
+        raise CheckpointError(
+            f"{directory} cannot be read: {error}. Fix: see to permissions there"
+        ) from error
 
 
 def _on_all_ranks(own: Any) -> list[Any]:
@@ -348,12 +400,14 @@ def _on_all_ranks(own: Any) -> list[Any]:
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
-    """Names of tensors; the (empty) extra state of linear layers differs between layer specs and does not count."""
+    """Names of tensors; the (empty) extra state of linear layers differs between layer specs and does not
+    count."""
     return sorted(key for key in keys if not key.endswith(_EXTRA_STATE))
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that has not stepped yet its (zero) state, so that there is something to save or to fill."""
+    """Give an optimizer that has not stepped yet its (zero) state, so that there is something to save or to
+    fill."""
     for inner in with_parameters(optimizer):
         if inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)

@@ -2,19 +2,22 @@
 
 Everything that is redirected is listed here and nowhere else. It happens in three layers:
 
-* *Stand-ins*, installed by ``install`` and taken back by ``restore``: ``torch.cuda.current_device`` answers the CPU device,
-  streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
-  ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
-* ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
-  ``Tensor.type()``. It costs one to three microseconds for each torch call made under it, so ``cuda_literals`` is entered only where
-  Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and ``plain_torch`` leaves it again
-  inside the model's forward and backward pass. Modes are thread-local: a helper thread has to enter it itself.
-* ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,
-  a router's count of tokens). On a CPU they stay plain functions: torch's compiler takes seconds of every worker's start to load, then
-  runs a C++ compiler, and fuses nothing worth it there.
+* *Stand-ins*, installed by ``install`` and taken back by ``restore``: ``torch.cuda.current_device`` answers
+  the CPU device, streams and events do nothing, and the CUDA random-number functions work on the CPU
+  generator. They cost nothing in a forward pass. ``Tensor.record_stream`` is among them: it looks at the type
+  of its argument before any function mode is asked.
+* ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and
+  the answer of ``Tensor.type()``. It costs one to three microseconds for each torch call made under it, so
+  ``cuda_literals`` is entered only where Megatron-Core uses such literals (building, optimizer step, schedule
+  bookkeeping, checkpoints) and ``plain_torch`` leaves it again inside the model's forward and backward pass.
+  Modes are thread-local: a helper thread has to enter it itself.
+* ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile``
+  (its fused activations, a router's count of tokens). On a CPU they stay plain functions: torch's compiler
+  takes seconds of every worker's start to load, then runs a C++ compiler, and fuses nothing worth it there.
 
-In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's runtime says: with
-``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core is told that there is no CUDA.
+In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's
+runtime says: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core
+is told that there is no CUDA.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Call
 def without_compiler() -> Iterator[None]:
     """Context in which ``torch.compile`` gives functions back as they are (in a process with CUDA: nothing).
 
-    Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of its functions is ever compiled.
+    Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of
+    its functions is ever compiled.
     """
     if will_use_cuda():
         yield
@@ -123,14 +127,16 @@ def _manual_seed(seed: int) -> None:
 
 
 def _rotary_angles_of_context_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """Chunks r and 2c - 1 - r of 2c of the rotary angles; Megatron's own picks them through page-locked memory, inside the forward pass."""
+    """Chunks r and 2c - 1 - r of 2c of the rotary angles; Megatron's own picks them through page-locked
+    memory, inside the forward pass."""
     size, rank = cp_group.size(), cp_group.rank()
     chunks = pos_emb.chunk(2 * size, dim=seq_dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
 
 
 def _splits_as_they_are(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's own turns the numbers of tokens that ranks exchange into numpy only on their way from CUDA; collectives want them so."""
+    """Megatron's own turns the numbers of tokens that ranks exchange into numpy only on their way from CUDA;
+    collectives want them so."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -138,7 +144,9 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
     """Gathers and reduce-scatters of parts of different lengths, which gloo does not have."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         longest = max(output_split_sizes)
@@ -164,7 +172,8 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Reduce-scatters of gradients and gathers of parameters among one rank: NCCL does nothing there, gloo copies all of them to itself."""
+    """Reduce-scatters of gradients and gathers of parameters among one rank: NCCL does nothing there, gloo
+    copies all of them to itself."""
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
@@ -239,7 +248,8 @@ _depth = 0
 
 
 def install() -> None:
-    """Put the stand-ins in place. Calls nest; each needs its ``restore``. Does nothing in a process with CUDA."""
+    """Put the stand-ins in place. Calls nest; each needs its ``restore``. Does nothing in a process with
+    CUDA."""
     global _depth
     if not needed():
         return
@@ -268,7 +278,11 @@ class CudaLiterals(TorchFunctionMode):
     """Rewrites the literals in Megatron-Core's source that name CUDA (see the module's docstring)."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
@@ -290,5 +304,6 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 
 
 def plain_torch() -> contextlib.AbstractContextManager[Any]:
-    """Context inside ``cuda_literals`` in which torch calls go straight through, for the passes through the model."""
+    """Context inside ``cuda_literals`` in which torch calls go straight through, for the passes through the
+    model."""
     return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

@@ -1,12 +1,12 @@
-"""A gated delta net in the place of attention in Megatron's GPT layers: Megatron's own parallel linear layers around the engine's functions
-(``megarl.models.engine.gated_delta``).
+"""A gated delta net in the place of attention in Megatron's GPT layers: Megatron's own parallel linear layers
+around the engine's functions (``megarl.models.engine.gated_delta``).
 
-Megatron-Core has a gated delta net of its own, which wants kernels that are not here, and neither packs sequences nor shares them over
-context-parallel ranks. Parameters have its names; the rows of projection and convolution stand key head by key head
-(``converters.families.gated_delta``).
+Megatron-Core has a gated delta net of its own, which wants kernels that are not here, and neither packs
+sequences nor shares them over context-parallel ranks. Parameters have its names; the rows of projection and
+convolution stand key head by key head (``converters.families.gated_delta``).
 
-Legend: S positions here, B rows; H key heads and G value heads of this tensor-parallel rank; K and V their widths; W width of the
-convolution.
+Legend: S positions here, B rows; H key heads and G value heads of this tensor-parallel rank; K and V their
+widths; W width of the convolution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -46,12 +50,15 @@ class GatedDeltaSubmodules:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of each value head, times the SiLU of its gate. The weight is the same for all heads, and not zero-centred."""
+    """RMS norm of each value head, times the SiLU of its gate. The weight is the same for all heads, and not
+    zero-centred."""
 
     def __init__(self, config: TransformerConfig, width: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.epsilon, self.group = config.layernorm_epsilon, group
-        self.weight = torch.nn.Parameter(torch.empty(width, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = torch.nn.Parameter(
+            torch.empty(width, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
 
     def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """[..., V] of heads and gates."""
@@ -76,7 +83,12 @@ class GatedDeltaMixer(MegatronModule):
     rows: DecodedRows | None = None
 
     def __init__(
-        self, config: TransformerConfig, submodules: GatedDeltaSubmodules, layer_number: int, pg_collection: Any, **unused: Any
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaSubmodules,
+        layer_number: int,
+        pg_collection: Any,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         net, self.layer_number = config.gated_delta, layer_number
@@ -85,7 +97,8 @@ class GatedDeltaMixer(MegatronModule):
         ranks = dist.get_world_size(tensor)
         if net.key_heads % ranks:
             raise ModelError(
-                f"linear_num_key_heads = {net.key_heads}: gated delta nets cannot be divided over {ranks} tensor-parallel ranks; choose a "
+                f"linear_num_key_heads = {net.key_heads}: gated delta nets cannot be divided over {ranks} "
+                "tensor-parallel ranks; choose a "
                 "tensor_model_parallel_size that divides the key heads"
             )
         self.key_heads, self.value_heads = net.key_heads // ranks, net.value_heads // ranks
@@ -103,8 +116,11 @@ class GatedDeltaMixer(MegatronModule):
         )
         channels = net.convolved // ranks
         options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.conv1d = torch.nn.Conv1d(channels, channels, net.convolution, groups=channels, bias=False, **options)
-        # whatever the dtype of the model: rounded to 16 bits, a decay near 1 would be another one over thousands of tokens
+        self.conv1d = torch.nn.Conv1d(
+            channels, channels, net.convolution, groups=channels, bias=False, **options
+        )
+        # whatever the dtype of the model: rounded to 16 bits, a decay near 1 would be another one over
+        # thousands of tokens
         options["dtype"] = wide_dtype(self.conv1d.weight)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **options))
@@ -124,7 +140,8 @@ class GatedDeltaMixer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *unused: Any, packed_seq_params: Any = None, **ignored: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, hidden] to the same, S divided over the tensor-parallel ranks under sequence parallelism; B is 1 of packed sequences.
+        """[S, B, hidden] to the same, S divided over the tensor-parallel ranks under sequence parallelism; B
+        is 1 of packed sequences.
 
         Masks are not needed: sequences are padded on the right only, where nothing that comes later is read.
         """
@@ -154,13 +171,16 @@ class GatedDeltaMixer(MegatronModule):
         return self.out_proj(normed.reshape(rows, length, -1).transpose(0, 1).contiguous())
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query and key [t, H, K] of unit length, and value [t, G, V], of what comes out of the convolution, [t, channels]."""
+        """Query and key [t, H, K] of unit length, and value [t, G, V], of what comes out of the convolution,
+        [t, channels]."""
         net = self.net
         by_head = F.silu(convolved).unflatten(1, (self.key_heads, -1))
         query, key, value = by_head.split([net.key_width, net.key_width, net.values // net.key_heads], dim=-1)
         return unit_norm(query), unit_norm(key), value.reshape(len(value), self.value_heads, net.value_width)
 
-    def _read_prompts(self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, length: int, rows: DecodedRows) -> torch.Tensor:
+    def _read_prompts(
+        self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, length: int, rows: DecodedRows
+    ) -> torch.Tensor:
         """Outputs [p * length, G, V] of p prompts that are padded on the left; keeps the state of each."""
         prompts, reach = len(mixed) // length, self.net.convolution - 1
         if rows.row_lengths is not None:
@@ -174,7 +194,9 @@ class GatedDeltaMixer(MegatronModule):
         rows.store_states(self.layer_number, tails, states)
         return outputs
 
-    def _step(self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, rows: DecodedRows) -> torch.Tensor:
+    def _step(
+        self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, rows: DecodedRows
+    ) -> torch.Tensor:
         """Outputs [b, G, V] of one more token a row; changes the states in their place."""
         tails, states = rows.states(self.layer_number)
         seen = torch.cat((tails, mixed[:, None]), dim=1)
@@ -190,9 +212,13 @@ class GatedDeltaMixer(MegatronModule):
         """All of it; what Megatron's modules do not describe themselves is cut by rows."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(cut, 0), sharded_offsets)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(cut, 0), sharded_offsets
+        )
         for name in ("in_proj", "out_proj"):
-            sharded |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
+            sharded |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
+            )
         return sharded
 
 

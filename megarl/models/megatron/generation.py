@@ -1,4 +1,5 @@
-"""Generation by Megatron itself, with a key-value cache, in any layout of tensor, pipeline, context and data parallelism.
+"""Generation by Megatron itself, with a key-value cache, in any layout of tensor, pipeline, context and data
+parallelism.
 
 Replicas that share experts decode the rows of all of them, so that their passes meet, and each keeps its own.
 """
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 class CoupledGroups(ParallelGroups):
     """Groups of a replica that learns from the last stage of the first of the coupled replicas.
 
-    All of them compute the same, but in products of other shapes, so that rounding could make two of them draw different tokens and fall
-    out of step.
+    All of them compute the same, but in products of other shapes, so that rounding could make two of them
+    draw different tokens and fall out of step.
     """
 
     replicas: dist.ProcessGroup
@@ -76,13 +77,19 @@ def decode_together(
     parts: list[Any] = [None] * dist.get_world_size(replicas)
     dist.all_gather_object(parts, dict(data), group=replicas)
     counts = [part["input_ids"].shape[0] for part in parts]
-    coupled = CoupledGroups(**{field.name: getattr(groups, field.name) for field in dataclasses.fields(groups)}, replicas=replicas)
-    output = decode_rows(coupled, _joined([part for part, count in zip(parts, counts, strict=True) if count] or parts[:1]))
+    coupled = CoupledGroups(
+        **{field.name: getattr(groups, field.name) for field in dataclasses.fields(groups)}, replicas=replicas
+    )
+    output = decode_rows(
+        coupled, _joined([part for part, count in zip(parts, counts, strict=True) if count] or parts[:1])
+    )
     first = sum(counts[: dist.get_rank(replicas)])
     mine = {key: value[first : first + counts[dist.get_rank(replicas)]] for key, value in output.items()}
     # Cut to this replica's longest: the others' may be longer.
     width = int(mine["unpadded_sequence_lengths"].max()) if len(mine["unpadded_sequence_lengths"]) else 0
-    return BatchedDataDict({key: value[:, :width] if value.ndim > 1 else value for key, value in mine.items()})
+    return BatchedDataDict(
+        {key: value[:, :width] if value.ndim > 1 else value for key, value in mine.items()}
+    )
 
 
 def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -93,13 +100,20 @@ def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
         values = [part[key] for part in parts]
         if not isinstance(values[0], torch.Tensor):
             return [row for value in values for row in value]
-        return torch.cat([F.pad(value, (0, width - value.shape[1])) if value.ndim > 1 else value for value in values])
+        return torch.cat(
+            [F.pad(value, (0, width - value.shape[1])) if value.ndim > 1 else value for value in values]
+        )
 
     return {key: join(key) for key in parts[0]}
 
 
 def generate(
-    backend: MegatronBackend, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
+    backend: MegatronBackend,
+    data: Mapping[str, Any],
+    config: GenerationConfig,
+    tokenizer: Any,
+    *,
+    greedy: bool,
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
     backend.sync_parameters()
@@ -132,7 +146,9 @@ def generate(
 class _CachedForward:
     """All model chunks of all pipeline stages, with a cache; see ``Forward``."""
 
-    def __init__(self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int) -> None:
+    def __init__(
+        self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int
+    ) -> None:
         self.backend = backend
         self.decoded = decoded
         self.graphs = graphs
@@ -140,7 +156,9 @@ class _CachedForward:
         self.context = StaticInferenceContext(rows, positions)
         decoded.reserve(positions, rows)
 
-    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor | None:
+    def read(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
+    ) -> torch.Tensor | None:
         """See ``Forward``; logits are on the last stage."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
@@ -154,7 +172,11 @@ class _CachedForward:
         def run(chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
             def forward(lengths: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
                 self.decoded.step(lengths, positions)
-                return self._chunk(chunk, given[:, None], None) if hidden is None else self._chunk(chunk, None, given)
+                return (
+                    self._chunk(chunk, given[:, None], None)
+                    if hidden is None
+                    else self._chunk(chunk, None, given)
+                )
 
             # The key has the positions looked at, because a recorded step cannot look at more later.
             return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
@@ -166,20 +188,25 @@ class _CachedForward:
         self.decoded.keep(rows)
 
     def _chunk(self, chunk: int, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
-        """One model chunk: hidden states [n, b, H], or logits [b, V] of the last position. Tokens [b, n] are read by the first chunk of the
-        model alone, the others have hidden states."""
+        """One model chunk: hidden states [n, b, H], or logits [b, V] of the last position. Tokens [b, n] are
+        read by the first chunk of the model alone, the others have hidden states."""
         stage = self.backend.stages[chunk]
         if hidden is not None:
             # How Megatron-Core's schedules hand hidden states to a stage; forward takes none.
             stage.set_input_tensor(hidden)
-        output: torch.Tensor = stage(tokens, None, None, inference_context=self.context, runtime_gather_output=True)
+        output: torch.Tensor = stage(
+            tokens, None, None, inference_context=self.context, runtime_gather_output=True
+        )
         return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
 
     def _is_last(self, chunk: int) -> bool:
         return self.backend.groups.is_last_stage and chunk == len(self.backend.stages) - 1
 
-    def _through_stages(self, shape: Sequence[int], run: Callable[[int, torch.Tensor | None], torch.Tensor]) -> torch.Tensor | None:
-        """Run the chunks of this stage in turn with those of the others, and return what the last one of the model gives, on its stage.
+    def _through_stages(
+        self, shape: Sequence[int], run: Callable[[int, torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Run the chunks of this stage in turn with those of the others, and return what the last one of the
+        model gives, on its stage.
 
         Args:
             shape: [b, n] of the tokens.
@@ -195,10 +222,17 @@ class _CachedForward:
         return output
 
     def _receive(self, config: Any, shape: Sequence[int]) -> torch.Tensor:
-        """Hidden states [n, b, hidden] of the stage before this one; for the first stage that is the last, of the chunk before."""
+        """Hidden states [n, b, hidden] of the stage before this one; for the first stage that is the last, of
+        the chunk before."""
         groups = self.backend.groups
         rows, positions = shape
-        hidden = torch.empty(positions, rows, config.hidden_size, dtype=config.pipeline_dtype, device=self.backend.runtime.device)
+        hidden = torch.empty(
+            positions,
+            rows,
+            config.hidden_size,
+            dtype=config.pipeline_dtype,
+            device=self.backend.runtime.device,
+        )
         before = (groups.pipeline_rank - 1) % groups.pipeline_size
         # Blocking: a stage has nothing else to do in a decoding step.
         dist.recv(hidden, src=dist.get_global_rank(groups.pipeline, before), group=groups.pipeline)
@@ -207,14 +241,18 @@ class _CachedForward:
     def _send(self, hidden: torch.Tensor) -> None:
         groups = self.backend.groups
         after = (groups.pipeline_rank + 1) % groups.pipeline_size
-        dist.send(hidden.contiguous(), dst=dist.get_global_rank(groups.pipeline, after), group=groups.pipeline)
+        dist.send(
+            hidden.contiguous(), dst=dist.get_global_rank(groups.pipeline, after), group=groups.pipeline
+        )
 
 
 @contextlib.contextmanager
 def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Decoding takes one position at a time, which cannot be split over ranks: run it without sequence and context parallelism.
+    """Decoding takes one position at a time, which cannot be split over ranks: run it without sequence and
+    context parallelism.
 
-    Both change only where activations are, not what is computed, so the same weights serve. Context-parallel ranks all do the same.
+    Both change only where activations are, not what is computed, so the same weights serve. Context-parallel
+    ranks all do the same.
     """
     alone = ContextShare()
     replaced: list[tuple[Any, str, Any]] = []

@@ -1,9 +1,11 @@
-"""Experts of a rank in grouped matrix products without Transformer Engine: each product of Megatron's loop over experts at once.
+"""Experts of a rank in grouped matrix products without Transformer Engine: each product of Megatron's loop
+over experts at once.
 
-A loop launches some twenty-five operations an expert, forward and backward; the grouped product (``torch.nn.functional.grouped_mm``) takes
-the same few whatever the number of experts. Parameters, their names and their checkpoints are those of Megatron's loop (``SequentialMLP``),
-whose subclass this is. On a CPU torch's grouped product makes the products of the loop, and everything is the same to the bit but
-gradients of biases and the gradient's norm, which are summed up in another order. On a GPU it has not been run yet.
+A loop launches some twenty-five operations an expert, forward and backward; the grouped product
+(``torch.nn.functional.grouped_mm``) takes the same few whatever the number of experts. Parameters, their
+names and their checkpoints are those of Megatron's loop (``SequentialMLP``), whose subclass this is. On a CPU
+torch's grouped product makes the products of the loop, and everything is the same to the bit but gradients of
+biases and the gradient's norm, which are summed up in another order. On a GPU it has not been run yet.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
 _ALIGNMENT = 16
 
 Linears: TypeAlias = tuple[list[Any], list[Any]]
-"""The first and the last linear layer of each expert of a rank: what has ``weight`` [N, K] and ``bias`` [N] or None."""
+"""The first and the last linear layer of each expert of a rank: what has ``weight`` [N, K] and ``bias`` [N]
+or None."""
 
 
 class _FromLast(torch.nn.ModuleList):
     """A list of modules that are registered from the last to the first.
 
-    Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights of these modules lie there
-    in the order of the experts, at equal distances, where one tensor can show all of them.
+    Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights
+    of these modules lie there in the order of the experts, at equal distances, where one tensor can show all
+    of them.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -45,8 +49,8 @@ class _FromLast(torch.nn.ModuleList):
 class GroupedExperts(SequentialMLP):
     """Megatron's experts of a rank, whose products are grouped.
 
-    Where that cannot be, they run one after another: no token came, the rank has one expert, or one of their widths is no multiple of
-    16 bytes.
+    Where that cannot be, they run one after another: no token came, the rank has one expert, or one of their
+    widths is no multiple of 16 bytes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -57,7 +61,10 @@ class GroupedExperts(SequentialMLP):
         self._can_group = can_group(self._linears) and not self.config.moe_apply_probs_on_input
 
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the experts make of the tokens that came to this rank.
 
@@ -76,12 +83,16 @@ class GroupedExperts(SequentialMLP):
             return experts
         # Megatron-Core leaves the counts on the host; sent_to does not wait.
         limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
-        return grouped_mlp(self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs), None
+        return grouped_mlp(
+            self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs
+        ), None
 
 
 def linears_of(experts: SequentialMLP) -> Linears:
     """Return the linear layers of Megatron's loop over experts."""
-    return [expert.linear_fc1 for expert in experts.local_experts], [expert.linear_fc2 for expert in experts.local_experts]
+    return [expert.linear_fc1 for expert in experts.local_experts], [
+        expert.linear_fc2 for expert in experts.local_experts
+    ]
 
 
 def can_group(linears: Linears) -> bool:
@@ -91,15 +102,17 @@ def can_group(linears: Linears) -> bool:
     return grouped_mm is not None and aligned and len(linears[0]) > 1
 
 
-def grouped_mlp(config: Any, linears: Linears, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+def grouped_mlp(
+    config: Any, linears: Linears, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
     """Return what experts make of tokens, biases included.
 
     Args:
         config: Megatron's, of the experts.
         linears: of the experts.
         tokens: [t, H], those of the first expert first.
-        limits: [E] int32 on the device of the tokens, the number of tokens up to the end of each expert's. What is behind the last limit
-            goes to no expert, and its results are undefined.
+        limits: [E] int32 on the device of the tokens, the number of tokens up to the end of each expert's.
+            What is behind the last limit goes to no expert, and its results are undefined.
         probs: [t], what each token's result is multiplied by.
 
     Returns:
@@ -114,7 +127,8 @@ def grouped_mlp(config: Any, linears: Linears, tokens: torch.Tensor, limits: tor
 
 
 class _WholeMLP(torch.nn.Module):
-    """All experts as the one MLP whose forward pass Megatron has: what lies between the products is Megatron's own."""
+    """All experts as the one MLP whose forward pass Megatron has: what lies between the products is
+    Megatron's own."""
 
     def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
         super().__init__()
@@ -128,7 +142,8 @@ class _GroupedLinear(torch.nn.Module):
     """The linear layers of all experts.
 
     Attributes:
-        bias: [t, N] what is to be added to the last result; None where the layers have no biases, or they are added already.
+        bias: [t, N] what is to be added to the last result; None where the layers have no biases, or they are
+            added already.
     """
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
@@ -177,7 +192,9 @@ class _OfTokens(torch.autograd.Function):
     def forward(ctx: Any, limits: torch.Tensor, tokens: int, *biases: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(limits, *biases)
         # whatever is behind the last limit has to have some bias too
-        expert = torch.searchsorted(limits[:-1], torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True)
+        expert = torch.searchsorted(
+            limits[:-1], torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True
+        )
         return stacked(biases)[expert]
 
     @staticmethod
@@ -192,26 +209,30 @@ class _OfTokens(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, each row behind the last one, with the strides of that also where a dimension has one entry."""
+    """The same values, each row behind the last one, with the strides of that also where a dimension has one
+    entry."""
     return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they lie in one piece of it at equal
-    distances, as weights do in the buffers of Megatron's distributed optimizer, otherwise a copy."""
+    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they lie in
+    one piece of it at equal distances, as weights do in the buffers of Megatron's distributed optimizer,
+    otherwise a copy."""
     shown = shared_view(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if shown is None else shown
 
 
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, a dimension more in front; None where they do not lie one after another at equal
-    distances."""
+    """One tensor over the memory of several, a dimension more in front; None where they do not lie one after
+    another at equal distances."""
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
     even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
     if not even or any(
-        tensor.data_ptr() != first.data_ptr() + index * step or tensor.untyped_storage().data_ptr() != home or not tensor.is_contiguous()
+        tensor.data_ptr() != first.data_ptr() + index * step
+        or tensor.untyped_storage().data_ptr() != home
+        or not tensor.is_contiguous()
         for index, tensor in enumerate(tensors)
     ):
         return None
@@ -221,8 +242,8 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The gradient of each parameter, of gradients [E, ...] of all of them.
 
-    Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its hook at each parameter is told
-    so: the same sums as its own.
+    Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its
+    hook at each parameter is told so: the same sums as its own.
     """
     sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     if len(sums) == len(parameters):

@@ -32,8 +32,9 @@ _CORRECTION_BIAS = "mlp.router.expert_bias"
 
 
 def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]:
-    """A model chunk's parameter names, mapped to the names they have in a GPTModel without pipeline stages and expert parallelism; with
-    them the biases that correct the choice of experts, which Megatron keeps as buffers."""
+    """A model chunk's parameter names, mapped to the names they have in a GPTModel without pipeline stages
+    and expert parallelism; with them the biases that correct the choice of experts, which Megatron keeps as
+    buffers."""
     first_expert = experts.model_rank * ((model.config.num_moe_experts or 0) // experts.model_size)
     names = {}
     for local, _ in _tensors_of(model):
@@ -53,7 +54,8 @@ def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Return where the tensors of ``parameters_of`` that are the model's own are kept, whichever tensors that may be later."""
+    """Return where the tensors of ``parameters_of`` that are the model's own are kept, whichever tensors that
+    may be later."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
             if f".{ADAPTER}." in local:
@@ -63,9 +65,11 @@ def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterat
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
-def parameters_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters, and such buffers as checkpoints have, by the names they have in a model without pipeline stages and expert
-    parallelism."""
+def parameters_of(
+    chunks: Sequence[LanguageModule], experts: ExpertGroups
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's parameters, and such buffers as checkpoints have, by the names they have in a model without
+    pipeline stages and expert parallelism."""
     for chunk in chunks:
         names = global_names(chunk, experts)
         for local, tensor in _tensors_of(chunk):
@@ -74,12 +78,17 @@ def parameters_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> It
 
 @torch.no_grad()
 def load_from_hf(
-    chunks: Sequence[LanguageModule], source: HuggingFaceSource, architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups
+    chunks: Sequence[LanguageModule],
+    source: HuggingFaceSource,
+    architecture: Architecture,
+    groups: ParallelGroups,
+    experts: ExpertGroups,
 ) -> None:
     """Fill every parameter of this stage from ``source``. A collective over the world.
 
-    Only this rank's slices are read, and only by the first of its data-parallel and context-parallel copies, from which the others get the
-    bytes. A rank that cannot read sends on what it has, so that nobody waits for it, and all fail in the end.
+    Only this rank's slices are read, and only by the first of its data-parallel and context-parallel copies,
+    from which the others get the bytes. A rank that cannot read sends on what it has, so that nobody waits
+    for it, and all fail in the end.
 
     Raises:
         ModelError: another rank could not read its slices.

@@ -1,8 +1,10 @@
-"""Megatron-Core's HybridModel, which takes GPTModel's place, with GPTModel's names of parameters and checkpoints.
+"""Megatron-Core's HybridModel, which takes GPTModel's place, with GPTModel's names of parameters and
+checkpoints.
 
-The decoder of a HybridModel is a row of half layers by the symbols of a pattern: those that mix tokens, and those with an MLP or experts.
-Each layer of a model is two of them here, cut from the layer spec that GPTModel has, and both count as that layer: whatever goes by the
-numbers and names of layers (mapping rules, windows, caches, records of routers, checkpoints) is the same for both classes.
+The decoder of a HybridModel is a row of half layers by the symbols of a pattern: those that mix tokens, and
+those with an MLP or experts. Each layer of a model is two of them here, cut from the layer spec that GPTModel
+has, and both count as that layer: whatever goes by the numbers and names of layers (mapping rules, windows,
+caches, records of routers, checkpoints) is the same for both classes.
 """
 
 from __future__ import annotations
@@ -53,18 +55,27 @@ class Decoder(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor as there."""
+        """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor
+        as there."""
         config = self.config
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
-        apart = apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
+        apart = (
+            apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
+        )
         sharded: dict[str, Any] = {}
         for index, layer in enumerate(self.layers):
             local, number = f"{prefix}layers.{index}.", layer.layer_number - 1
-            half = layer.sharded_state_dict(local, () if apart else ((0, number, config.num_layers),), metadata)
-            replace_prefix_for_sharding(half, local, f"{prefix}layers.{number}." if apart else f"{prefix}layers.")
+            half = layer.sharded_state_dict(
+                local, () if apart else ((0, number, config.num_layers),), metadata
+            )
+            replace_prefix_for_sharding(
+                half, local, f"{prefix}layers.{number}." if apart else f"{prefix}layers."
+            )
             sharded |= half
         if self.post_process:
-            norm = sharded_state_dict_default(self.final_norm, f"{prefix}final_norm.", (), metadata, tp_group=self.tp_group)
+            norm = sharded_state_dict_default(
+                self.final_norm, f"{prefix}final_norm.", (), metadata, tp_group=self.tp_group
+            )
             replace_prefix_for_sharding(norm, f"{prefix}final_norm.", f"{prefix}final_layernorm.")
             sharded |= norm
         return sharded
@@ -74,20 +85,34 @@ class LayeredModel(HybridModel):
     """A HybridModel where GPTModel does more."""
 
     def forward(self, *arguments: Any, padding_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        """See ``HybridModel``. ``padding_mask`` is cut over the sequence by the first chunk, as GPTModel does it."""
+        """See ``HybridModel``. ``padding_mask`` is cut over the sequence by the first chunk, as GPTModel does
+        it."""
         if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
-            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous(), group=self.pg_collection.tp).t().contiguous()
+            padding_mask = (
+                scatter_to_sequence_parallel_region(
+                    padding_mask.t().contiguous(), group=self.pg_collection.tp
+                )
+                .t()
+                .contiguous()
+            )
         return super().forward(*arguments, padding_mask=padding_mask, **options)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """All of it, but for the output layer's extra state, which is empty, and in no checkpoint of GPTModel."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All of it, but for the output layer's extra state, which is empty, and in no checkpoint of
+        GPTModel."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded
 
 
 def hybrid_model(
-    config: TransformerConfig, chunk: int | None, layers: TransformerBlockSubmodules, options: Mapping[str, Any], **ends: Any
+    config: TransformerConfig,
+    chunk: int | None,
+    layers: TransformerBlockSubmodules,
+    options: Mapping[str, Any],
+    **ends: Any,
 ) -> HybridModel:
     """One model chunk of this pipeline stage.
 
@@ -106,26 +131,39 @@ def hybrid_model(
     pattern = _pattern(config)
     if config.recompute_num_layers is not None:
         config.recompute_num_layers = 2  # the halves of one layer
-    stack = ModuleSpec(module=Decoder, submodules=_submodules(kinds_of_chunk(config, chunk), layers.layer_specs))
+    stack = ModuleSpec(
+        module=Decoder, submodules=_submodules(kinds_of_chunk(config, chunk), layers.layer_specs)
+    )
     # whatever its spec says, its last norm is Transformer Engine's
     with patched(*uneven, (hybrid_block, "TENorm", layers.layer_norm)):
         model = LayeredModel(
-            config=config, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern, parallel_output=True, vp_stage=chunk, **ends, **options
+            config=config,
+            hybrid_stack_spec=stack,
+            hybrid_layer_pattern=pattern,
+            parallel_output=True,
+            vp_stage=chunk,
+            **ends,
+            **options,
         )
     if scaled:
-        model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, factor=factor)
+        model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(
+            model.rotary_pos_emb.inv_freq, factor=factor
+        )
     return model
 
 
 def _pattern(config: TransformerConfig) -> str:
-    """The symbols of all half layers, with a bar between chunks, those of the first chunks of all stages before those of the second."""
+    """The symbols of all half layers, with a bar between chunks, those of the first chunks of all stages
+    before those of the second."""
     chunks = config.virtual_pipeline_model_parallel_size
     of_chunks = [
         kinds_of_chunk(config, chunk, stage)
         for chunk in ([None] if chunks is None else range(chunks))
         for stage in range(config.pipeline_model_parallel_size)
     ]
-    return Symbols.PIPE.join("".join(symbol for kind in kinds for symbol, _ in _halves(kind)) for kinds in of_chunks)
+    return Symbols.PIPE.join(
+        "".join(symbol for kind in kinds for symbol, _ in _halves(kind)) for kinds in of_chunks
+    )
 
 
 def _halves(kind: LayerKind) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -139,7 +177,9 @@ def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> Hyb
         (_, mixer), (_, mlp) = _halves(kind)
         parts = layer.submodules
         first = replace(parts, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
-        second = replace(parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+        second = replace(
+            parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
+        )
         specs[mixer] = ModuleSpec(module=HalfLayer, submodules=first)
         specs[mlp] = ModuleSpec(module=HalfLayer, submodules=second)
     return HybridStackSubmodules(**specs)

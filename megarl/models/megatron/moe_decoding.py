@@ -1,11 +1,12 @@
 """Layers of experts in decoding steps of fixed shapes, which CUDA graphs can record.
 
-Megatron's dispatchers ask the device how many tokens go to each expert, and exchange as many. A step needs neither: all ranks that share
-experts decode the same rows (``megarl.models.megatron.generation``), so that each puts them through its own experts, and one sum over the
-ranks is the result of the layer.
+Megatron's dispatchers ask the device how many tokens go to each expert, and exchange as many. A step needs
+neither: all ranks that share experts decode the same rows (``megarl.models.megatron.generation``), so that
+each puts them through its own experts, and one sum over the ranks is the result of the layer.
 
-Where torch has a grouped product that reads its limits on the device, an expert computes the rows that go to it. Elsewhere it computes
-all of them, zeros where a row goes to others: a step has few rows, and reads the weights of nearly all experts anyway.
+Where torch has a grouped product that reads its limits on the device, an expert computes the rows that go to
+it. Elsewhere it computes all of them, zeros where a row goes to others: a step has few rows, and reads the
+weights of nearly all experts anyway.
 
 Legend: b rows, k experts of a row, E experts, e of them on this rank.
 """
@@ -28,21 +29,28 @@ from megarl.models.megatron.grouped_experts import Linears, can_group, grouped_m
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.patched import patched
 
-# Where torch's grouped product is one kernel: major compute capabilities, and the dtype. Elsewhere the host reads its limits for a loop.
+# Where torch's grouped product is one kernel: major compute capabilities, and the dtype. Elsewhere the host
+# reads its limits for a loop.
 _CAPABILITIES, _DTYPE = (9, 10), torch.bfloat16
 
 
 def fixed_shapes(
     stages: Sequence[torch.nn.Module], groups: ParallelGroups, experts: ExpertGroups, rows: DecodedRows
 ) -> contextlib.AbstractContextManager[None]:
-    """Let layers of experts have fixed shapes in the steps of ``rows``, where those do, and be Megatron's own in passes over prompts.
+    """Let layers of experts have fixed shapes in the steps of ``rows``, where those do, and be Megatron's own
+    in passes over prompts.
 
     Args:
         stages: model chunks.
         groups, experts: of this rank. All ranks that share experts have to do this, and decode the same rows.
         rows: that are being decoded.
     """
-    layers = [module for stage in stages for module in stage.modules() if rows.fixed and isinstance(module, MoELayer)]
+    layers = [
+        module
+        for stage in stages
+        for module in stage.modules()
+        if rows.fixed and isinstance(module, MoELayer)
+    ]
     return patched(*((layer, "forward", _Step(layer, groups, experts, rows)) for layer in layers))
 
 
@@ -53,8 +61,9 @@ class _Step:
         self._layer, self._rows, self._group = layer, rows, experts.tensor_and_model
         self._passes_over_prompts = layer.forward
         self._linears, self._backwards = _grouped_in_place(layer.experts)
-        # Ranks of one tensor-parallel group have the same hidden states to the bit. Replicas have them but for rounding, and could choose
-        # other experts: one would not compute what the other takes for granted.
+        # Ranks of one tensor-parallel group have the same hidden states to the bit. Replicas have them but
+        # for rounding, and could choose other experts: one would not compute what the other takes for
+        # granted.
         members = set(dist.get_process_group_ranks(self._group))
         self._may_differ = not members <= set(dist.get_process_group_ranks(groups.tensor))
 
@@ -67,14 +76,19 @@ class _Step:
         weights = probs.masked_fill(~went_to, -1)
         if self._may_differ:
             dist.broadcast(weights, src=dist.get_global_rank(self._group, 0), group=self._group)
-        output = self._each_row_by_all(hidden[0], weights) if self._linears is None else self._grouped(hidden[0], weights, self._linears)
+        output = (
+            self._each_row_by_all(hidden[0], weights)
+            if self._linears is None
+            else self._grouped(hidden[0], weights, self._linears)
+        )
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(output, group=self._group)
         shared = self._layer.shared_experts
         return output[None] if shared is None else output[None] + shared(hidden), None
 
     def _grouped(self, rows: torch.Tensor, weights: torch.Tensor, linears: Linears) -> torch.Tensor:
-        """What the experts of this rank add to rows [b, H], whose ``weights`` [b, E] are -1 for experts that they do not go to."""
+        """What the experts of this rank add to rows [b, H], whose ``weights`` [b, E] are -1 for experts that
+        they do not go to."""
         experts = self._layer.experts
         number, chosen = experts.num_local_experts, self._layer.router.topk
         probs, names = weights.topk(chosen)
@@ -82,7 +96,9 @@ class _Step:
         local = last - names.flatten() if self._backwards else names.flatten() - first
         # the experts of other ranks become one more, whose rows are behind the limits of the product
         local, order = local.masked_fill((local < 0) | (local >= number), number).sort(stable=True)
-        limits = torch.searchsorted(local, torch.arange(number, device=local.device), right=True, out_int32=True)
+        limits = torch.searchsorted(
+            local, torch.arange(number, device=local.device), right=True, out_int32=True
+        )
         output = grouped_mlp(experts.config, linears, rows[order // chosen], limits, probs.flatten()[order])
         output = output.masked_fill_((local == number)[:, None], 0)
         # back to the order of rows, and no sum whose order is left to the device
@@ -93,24 +109,31 @@ class _Step:
         experts, first = self._layer.experts, self._layer.local_expert_indices[0]
         mine = weights[:, first : first + experts.num_local_experts].t()
         # an activation of what no expert was trained for may be infinite, and zero times that is no zero
-        inputs, probs = rows.expand(len(mine), -1, -1).masked_fill((mine < 0)[..., None], 0), mine.clamp(min=0)
+        inputs, probs = (
+            rows.expand(len(mine), -1, -1).masked_fill((mine < 0)[..., None], 0),
+            mine.clamp(min=0),
+        )
         if isinstance(experts, SequentialMLP):
             of_experts = zip(experts.local_experts, inputs, probs, strict=True)
             return torch.stack([expert(given, scale)[0] for expert, given, scale in of_experts]).sum(0)
         # Transformer Engine's, which want the numbers of rows on the host
-        outputs: torch.Tensor = experts(inputs.flatten(0, 1), torch.full(mine.shape[:1], len(rows)), probs.flatten())[0]
+        outputs: torch.Tensor = experts(
+            inputs.flatten(0, 1), torch.full(mine.shape[:1], len(rows)), probs.flatten()
+        )[0]
         return outputs.view_as(inputs).sum(0)
 
 
 def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
-    """The layers of a rank's experts whose products can be grouped in a step, with their weights where they are, otherwise None; and
-    whether the last expert comes first.
+    """The layers of a rank's experts whose products can be grouped in a step, with their weights where they
+    are, otherwise None; and whether the last expert comes first.
 
     That is the order in which Megatron's buffers have weights, but for those of ``GroupedExperts``.
     """
     linears = linears_of(experts) if isinstance(experts, SequentialMLP) else _unpacked(experts)
     weight = linears[0][0].weight
-    has_kernel = weight.device.type == "cpu" or torch.cuda.get_device_capability(weight.device)[0] in _CAPABILITIES
+    has_kernel = (
+        weight.device.type == "cpu" or torch.cuda.get_device_capability(weight.device)[0] in _CAPABILITIES
+    )
     if weight.dtype == _DTYPE and has_kernel and can_group(linears):
         for backwards, ordered in enumerate((linears, (linears[0][::-1], linears[1][::-1]))):
             if all(shared_view([linear.weight for linear in of_layer]) is not None for of_layer in ordered):
@@ -119,10 +142,16 @@ def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
 
 
 def _unpacked(experts: Any) -> Linears:
-    """The layers of each of Transformer Engine's experts, which has all first ones in one module, and all last ones."""
+    """The layers of each of Transformer Engine's experts, which has all first ones in one module, and all
+    last ones."""
 
     def layers(linear: Any) -> list[Any]:
         names = range(experts.num_local_experts)
-        return [SimpleNamespace(weight=getattr(linear, f"weight{name}"), bias=getattr(linear, f"bias{name}", None)) for name in names]
+        return [
+            SimpleNamespace(
+                weight=getattr(linear, f"weight{name}"), bias=getattr(linear, f"bias{name}", None)
+            )
+            for name in names
+        ]
 
     return layers(experts.linear_fc1), layers(experts.linear_fc2)

@@ -1,8 +1,10 @@
-"""Training passes over a mixture of experts: routers are recorded and balanced over the real tokens, replicas are kept in step.
+"""Training passes over a mixture of experts: routers are recorded and balanced over the real tokens, replicas
+are kept in step.
 
-Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts, so that they need the same
-number of micro-batches. The alltoall dispatcher says how many tokens come; the allgather dispatcher takes it for granted that all ranks
-bring the same number, and would mix up tokens, or wait for ever, if they did not.
+Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts,
+so that they need the same number of micro-batches. The alltoall dispatcher says how many tokens come; the
+allgather dispatcher takes it for granted that all ranks bring the same number, and would mix up tokens, or
+wait for ever, if they did not.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
 
 
 def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
-    """[n, t] int64: for each token of this context-parallel rank the row that it belongs to, -1 for padding and dropped samples."""
+    """[n, t] int64: for each token of this context-parallel rank the row that it belongs to, -1 for padding
+    and dropped samples."""
     micro_batch, device = model_input.micro_batch, model_input.tokens.device
     lengths, total = _counted_lengths(model_input), micro_batch.length
     rows = torch.arange(micro_batch.size, device=device)
@@ -56,7 +59,8 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
 
 
 def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
-    """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over the data-parallel group."""
+    """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over
+    the data-parallel group."""
     lengths = [_counted_lengths(model_input) for model_input in inputs]
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
     tokens, sequences = groups.sum_over_data(figures).tolist()
@@ -71,7 +75,9 @@ class _NoHead:
         none = model_input.targets.new_empty(0)
         return Request(none, none, VocabularyShard(1), MODEL_ITSELF, None)
 
-    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+    def __call__(
+        self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
+    ) -> HeadOutput:
         return HeadOutput()
 
 
@@ -100,7 +106,8 @@ class RecordedPasses:
         connect(chunks, self._record)
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head) -> list[HeadOutput]:
-        """One pass with gradients over a global batch; before it one without, where the balancing loss asks for counts of it all."""
+        """One pass with gradients over a global batch; before it one without, where the balancing loss asks
+        for counts of it all."""
         sequences = [sequence_numbers(model_input) for model_input in inputs]
         self._record.open(take_census(inputs, self._groups))
         try:
@@ -133,15 +140,18 @@ def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
     return _Size(micro_batch.positions, packed_length(micro_batch.data, shapes))
 
 
-def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool) -> list[ModelInput]:
-    """Return the same micro-batches, laid out so that the replicas that share this rank's experts can run them together.
+def in_step(
+    inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool
+) -> list[ModelInput]:
+    """Return the same micro-batches, laid out so that the replicas that share this rank's experts can run
+    them together.
 
     Args:
         inputs: of this rank.
         experts: its groups.
         shapes: what the backend wants of shapes.
-        equal_tokens: every micro-batch has to have as many tokens as its counterparts. Where that is not so, all of them become packed rows
-            of the length of the longest.
+        equal_tokens: every micro-batch has to have as many tokens as its counterparts. Where that is not so,
+            all of them become packed rows of the length of the longest.
 
     Returns:
         ``inputs`` themselves where nothing had to change. A collective over the replicas.
@@ -152,10 +162,13 @@ def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes,
     if experts.replicas is None:
         return list(inputs)
     sizes: list[list[_Size]] = [[]] * dist.get_world_size(experts.replicas)
-    dist.all_gather_object(sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas)
+    dist.all_gather_object(
+        sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas
+    )
     if len({len(replica) for replica in sizes}) > 1:
         raise BatchError(
-            f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} micro-batches; "
+            f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} "
+            "micro-batches; "
             "give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
         )
     counterparts = list(zip(*sizes, strict=True))
@@ -166,6 +179,8 @@ def in_step(inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes,
     if shapes.equal:
         totals, uneven = [max(totals)] * len(totals), [True] * len(totals)
     return [
-        lay_out(MicroBatch(given.micro_batch.data, True, total), given.layout.context, shapes) if changed else given
+        lay_out(MicroBatch(given.micro_batch.data, True, total), given.layout.context, shapes)
+        if changed
+        else given
         for given, total, changed in zip(inputs, totals, uneven, strict=True)
     ]

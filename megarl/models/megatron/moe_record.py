@@ -1,20 +1,25 @@
-"""Record of a model's routers during one global batch: its size, how the experts were loaded, and the losses that balance them.
+"""Record of a model's routers during one global batch: its size, how the experts were loaded, and the losses
+that balance them.
 
-Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as the engine's losses do. With
-T real tokens in the global batch, E experts of which a token goes to k, p[t, i] the softmax over all of a router's logits and c[i] the
-tokens that went to expert i (of a router whose scores are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437,
-equations 17 to 20):
+Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as
+the engine's losses do. With T real tokens in the global batch, E experts of which a token goes to k, p[t, i]
+the softmax over all of a router's logits and c[i] the tokens that went to expert i (of a router whose scores
+are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437, equations 17 to 20):
 
-* ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T`` (Fedus et al., Switch
-  Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all experts get the same. ``f`` carries no gradient, so
-  a token contributes ``E / T * sum_i f[i] * p[t, i]``, which adds up over any cut of the batch as long as ``f`` is that of the whole batch.
-  It has to be known before the first backward pass: a pass without gradients counts it.
-* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2, arXiv:2405.04434, section 2.2.3). A
-  sequence lies in one micro-batch, so nothing has to be counted before; ranks that share sequences add their counts up.
-* z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5).
+* ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T``
+  (Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all
+  experts get the same. ``f`` carries no gradient, so a token contributes ``E / T * sum_i f[i] * p[t, i]``,
+  which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It has to be known
+  before the first backward pass: a pass without gradients counts it.
+* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2,
+  arXiv:2405.04434, section 2.2.3). A sequence lies in one micro-batch, so nothing has to be counted before;
+  ranks that share sequences add their counts up.
+* z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE,
+  arXiv:2202.08906, equation 5).
 
-Each layer's loss is added to the model's, times its coefficient. Real tokens are those inside ``input_lengths`` of rows whose
-``sample_mask`` is not 0: neither padding nor dropped samples count, in any of these numbers.
+Each layer's loss is added to the model's, times its coefficient. Real tokens are those inside
+``input_lengths`` of rows whose ``sample_mask`` is not 0: neither padding nor dropped samples count, in any of
+these numbers.
 """
 
 from __future__ import annotations
@@ -70,7 +75,8 @@ class ExpertTokenCounts:
 
 
 class RoutingRecord:
-    """Counts of one global batch. Routers write to it and take their losses from it; between global batches it is closed.
+    """Counts of one global batch. Routers write to it and take their losses from it; between global batches
+    it is closed.
 
     Args:
         settings: which losses.
@@ -92,7 +98,8 @@ class RoutingRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether routers have to report. Under activation checkpointing only the recomputation counts, which alone has gradients."""
+        """Whether routers have to report. Under activation checkpointing only the recomputation counts, which
+        alone has gradients."""
         return self._token_counts is not None and (self._counting or torch.is_grad_enabled())
 
     def open(self, token_counts: ExpertTokenCounts) -> None:
@@ -106,24 +113,29 @@ class RoutingRecord:
         self._token_counts = None
 
     def count_ahead(self, counting: bool) -> None:
-        """Begin (True) or end (False) the pass that counts. At its end all ranks' counts are added up: a collective over the world."""
+        """Begin (True) or end (False) the pass that counts. At its end all ranks' counts are added up: a
+        collective over the world."""
         self._counting = counting
         if not counting:
             dist.all_reduce(self._load)
             self._shares = self._load / self._load.sum(1, keepdim=True).clamp(min=1)
         self._clear()
 
-    def report(self, layer: int, logits: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
+    def report(
+        self, layer: int, logits: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor
+    ) -> torch.Tensor | None:
         """Count what one router did with a micro-batch.
 
         Args:
             layer: counted from 0 over the whole model.
             logits: [t, E] of this rank's tokens.
             went_to: [t, E] bool, the experts of each token.
-            sequences: [t] int64, the row of the micro-batch that each token belongs to; -1 for tokens that do not count.
+            sequences: [t] int64, the row of the micro-batch that each token belongs to; -1 for tokens that do
+                not count.
 
         Returns:
-            The loss to add, differentiable, already times its coefficient; None where there is nothing to add.
+            The loss to add, differentiable, already times its coefficient; None where there is nothing to
+            add.
         """
         assert self._token_counts is not None
         real = sequences >= 0
@@ -152,7 +164,9 @@ class RoutingRecord:
         # As the router itself divides them: sigmoids of very small logits may all be 0.
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
-    def _balancing(self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
+    def _balancing(
+        self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor
+    ) -> torch.Tensor | None:
         settings, token_counts = self.settings, self._token_counts
         assert token_counts is not None
         if settings.kind == "none" or settings.coefficient == 0:
@@ -166,9 +180,14 @@ class RoutingRecord:
         return loss
 
     def _sequence_loss(
-        self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, token_counts: ExpertTokenCounts
+        self,
+        probabilities: torch.Tensor,
+        went_to: torch.Tensor,
+        sequences: torch.Tensor,
+        token_counts: ExpertTokenCounts,
     ) -> torch.Tensor:
-        """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole sequences."""
+        """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole
+        sequences."""
         experts, rows = self.settings.experts, token_counts.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
         # what does not count lands in a row of its own
@@ -179,7 +198,9 @@ class RoutingRecord:
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
         weights = load[:rows] / (assignments * tokens)
-        return (probabilities * weights[sequences.clamp(min=0)]).sum() * (experts / max(token_counts.sequences, 1))
+        return (probabilities * weights[sequences.clamp(min=0)]).sum() * (
+            experts / max(token_counts.sequences, 1)
+        )
 
     def _z_loss(self, layer: int, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor | None:
         if self.settings.z_coefficient == 0:
@@ -198,9 +219,10 @@ class RoutingRecord:
         """Figures of the last global batch, the same on all ranks. A collective over the world.
 
         Returns:
-            ``moe_aux_loss``, the mean over the layers of the load-balancing loss without its coefficient (that of ``aux_loss`` where none
-            is trained); ``moe_expert_load_max`` and ``_min``, the largest and the smallest load of an expert in any layer, where 1 is the
-            mean load; ``moe_z_loss`` where it is trained.
+            ``moe_aux_loss``, the mean over the layers of the load-balancing loss without its coefficient
+            (that of ``aux_loss`` where none is trained); ``moe_expert_load_max`` and ``_min``, the largest
+            and the smallest load of an expert in any layer, where 1 is the mean load; ``moe_z_loss`` where it
+            is trained.
         """
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)
         dist.all_reduce(figures)

@@ -1,9 +1,11 @@
-"""Megatron's router with load-balancing losses that no layout changes (``moe_record``), and choices that Megatron-Core's has not.
+"""Megatron's router with load-balancing losses that no layout changes (``moe_record``), and choices that
+Megatron-Core's has not.
 
-Megatron's own losses are averages over micro-batches of losses that are not linear in the tokens, and, with losses that are sums, they
-would be multiplied by a number of tokens that nothing divides by again; releases 0.16 and 0.19 even differ in that number. Its router
-cannot choose experts without dividing sigmoids by their sum, or with groups ranked otherwise than by as many scores as experts are chosen
-there on average (DeepSeek-V2: by the best one, arXiv:2405.04434, section 2.2.2).
+Megatron's own losses are averages over micro-batches of losses that are not linear in the tokens, and, with
+losses that are sums, they would be multiplied by a number of tokens that nothing divides by again; releases
+0.16 and 0.19 even differ in that number. Its router cannot choose experts without dividing sigmoids by their
+sum, or with groups ranked otherwise than by as many scores as experts are chosen there on average
+(DeepSeek-V2: by the best one, arXiv:2405.04434, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from megarl.models.megatron.moe_record import RoutingRecord
 
 
 def choose(
-    logits: torch.Tensor, chosen: int, routing: Routing, *, normalized: bool, correction_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    chosen: int,
+    routing: Routing,
+    *,
+    normalized: bool,
+    correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the experts that each token goes to, and which they are.
 
@@ -56,7 +63,12 @@ def choose(
 def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[t, E] with minus infinity for experts outside the best groups of a token."""
     by_group = ranks.unflatten(1, (routing.groups, -1))
-    best = by_group.topk(routing.best_of_group, dim=-1).values.sum(-1).topk(routing.groups_per_token, dim=-1).indices
+    best = (
+        by_group.topk(routing.best_of_group, dim=-1)
+        .values.sum(-1)
+        .topk(routing.groups_per_token, dim=-1)
+        .indices
+    )
     kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranks.device).scatter(1, best, True)
     return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
@@ -64,7 +76,9 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
 class Choice(Protocol):
     """See ``choose``."""
 
-    def __call__(self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [t, E] and which experts, [t, E] bool."""
         ...
 
@@ -73,27 +87,35 @@ class BalancedRouter(TopKRouter):
     """Megatron's top-k router, reporting to a ``RoutingRecord``.
 
     Attributes:
-        choose: how experts are chosen, from logits [t, E] and the correction bias; None where Megatron's own way is the model's.
+        choose: how experts are chosen, from logits [t, E] and the correction bias; None where Megatron's own
+            way is the model's.
         record: shared by the routers of a model; None reports to nobody.
-        sequences: [s, b] int64 of the micro-batch at hand, as ``RoutingRecord.report`` wants them; None in a pass without record.
+        sequences: [s, b] int64 of the micro-batch at hand, as ``RoutingRecord.report`` wants them; None in a
+            pass without record.
     """
 
     choose: Choice | None = None
     record: RoutingRecord | None = None
     sequences: torch.Tensor | None = None
 
-    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [t, E] of the experts that each token goes to, 0 for the others, and which they are, [t, E] bool."""
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [t, E] of the experts that each token goes to, 0 for the others, and which they are, [t, E]
+        bool."""
         if self.choose is None:
             probabilities, went_to = super().routing(logits, padding_mask)
         else:
-            probabilities, went_to = self.choose(logits.reshape(-1, logits.shape[-1]), correction_bias=self.expert_bias)
+            probabilities, went_to = self.choose(
+                logits.reshape(-1, logits.shape[-1]), correction_bias=self.expert_bias
+            )
         if self.record is None or self.sequences is None or not self.record.is_open:
             return probabilities, went_to
         by_token = logits.reshape(-1, logits.shape[-1])
         loss = self.record.report(self.layer_number - 1, by_token, went_to, self.sequences.reshape(-1))
         if loss is not None:
-            # adds its gradient where the probabilities get theirs, times the factor that float16 scales the main loss by
+            # adds its gradient where the probabilities get theirs, times the factor that float16 scales the
+            # main loss by
             probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
         return probabilities, went_to
 
@@ -112,7 +134,9 @@ def teach_routing(chunks: Sequence[torch.nn.Module], architecture: Architecture)
     if mixture is None or routing is None:
         return
     for router in routers(chunks):
-        router.choose = functools.partial(choose, chosen=mixture.experts_per_token, routing=routing, normalized=mixture.normalized)
+        router.choose = functools.partial(
+            choose, chosen=mixture.experts_per_token, routing=routing, normalized=mixture.normalized
+        )
 
 
 def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:
@@ -125,8 +149,9 @@ def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:
 def release(chunks: Sequence[torch.nn.Module]) -> None:
     """Let go of what the layers keep of the last micro-batch.
 
-    Megatron's dispatchers keep tensors with their autograd graph, which holds the model by its gradient hooks: a circle that Python's
-    garbage collection cannot see, so that neither the model nor its process groups would ever go.
+    Megatron's dispatchers keep tensors with their autograd graph, which holds the model by its gradient
+    hooks: a circle that Python's garbage collection cannot see, so that neither the model nor its process
+    groups would ever go.
     """
     for layer in _expert_layers(chunks):
         layer.router.sequences = None
@@ -139,8 +164,9 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
 def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
     """Let the routers of ``chunks`` report to ``record``.
 
-    The numbers of sequences go through Megatron's layers as their ``padding_mask``, the one argument per token that reaches the layers with
-    experts, also when activations are recomputed; the layers would reduce it to booleans.
+    The numbers of sequences go through Megatron's layers as their ``padding_mask``, the one argument per
+    token that reaches the layers with experts, also when activations are recomputed; the layers would reduce
+    it to booleans.
     """
     for layer in _expert_layers(chunks):
         layer.router.record = record
@@ -151,8 +177,8 @@ def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
 
 
 def _recomputed(layer: MoELayer, forward: Callable[..., Any], hidden: torch.Tensor, **options: Any) -> Any:
-    """``forward``, recomputed in the backward pass as Megatron's own layer would, with the sequences that it had in the forward pass: the
-    router may have seen other micro-batches since."""
+    """``forward``, recomputed in the backward pass as Megatron's own layer would, with the sequences that it
+    had in the forward pass: the router may have seen other micro-batches since."""
 
     def run(hidden: torch.Tensor, sequences: torch.Tensor | None) -> Any:
         layer.router.sequences = sequences
@@ -163,7 +189,9 @@ def _recomputed(layer: MoELayer, forward: Callable[..., Any], hidden: torch.Tens
     return tensor_parallel.checkpoint(run, False, hidden, layer.router.sequences)
 
 
-def _take_sequences(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _take_sequences(
+    layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sequences = kwargs.get("padding_mask")
     layer.router.sequences = None if sequences is None else sequences.transpose(0, 1)
     return args, {**kwargs, "padding_mask": None}

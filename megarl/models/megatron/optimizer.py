@@ -39,10 +39,11 @@ _SHOWN = 8
 
 @contextlib.contextmanager
 def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
-    """Build and checkpoint with our Adam where Megatron-Core finds neither Transformer Engine nor Apex; it counts its steps as theirs
-    do.
+    """Build and checkpoint with our Adam where Megatron-Core finds neither Transformer Engine nor Apex; it
+    counts its steps as theirs do.
 
-    Needed around building an optimizer and around reading or writing its state; the originals are put back at the end.
+    Needed around building an optimizer and around reading or writing its state; the originals are put back at
+    the end.
 
     Args:
         stored: build the Adam whose states have formats of their own, whoever else has one.
@@ -61,8 +62,9 @@ def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
 
 
 def _require_one_kind(policy: PolicyConfig) -> None:
-    """Refuse ranks that would step with optimizers of different packages. Layers are Transformer Engine's on all ranks or on none, whatever
-    each can import; Megatron-Core's optimizer is that which its import found on each rank. A collective over the world, where there is one.
+    """Refuse ranks that would step with optimizers of different packages. Layers are Transformer Engine's on
+    all ranks or on none, whatever each can import; Megatron-Core's optimizer is that which its import found
+    on each rank. A collective over the world, where there is one.
 
     Raises:
         ConfigError: on all ranks, with the ranks and hosts that have each.
@@ -77,10 +79,16 @@ def _require_one_kind(policy: PolicyConfig) -> None:
     for rank, (kind, host) in enumerate(found):
         places.setdefault(kind, []).append(f"rank {rank} on {host}")
     told = "; ".join(
-        f"{kind}: {', '.join(ranks[:_SHOWN])}{f' and {len(ranks) - _SHOWN} more' if len(ranks) > _SHOWN else ''}"
+        (
+            f"{kind}: "
+            f"{', '.join(ranks[:_SHOWN])}{f' and {len(ranks) - _SHOWN} more' if len(ranks) > _SHOWN else ''}"
+        )
         for kind, ranks in places.items()
     )
-    fix = "the same packages on all hosts: megarl doctor shows what fails to load, bash launch/gpu_environment.sh installs a set that fits"
+    fix = (
+        "the same packages on all hosts: megarl doctor shows what fails to load, bash "
+        "launch/gpu_environment.sh installs a set that fits"
+    )
     reason = f"Megatron-Core found fused optimizers of different packages, which do not step alike: {told}"
     raise ConfigError([Violation(KEY, policy["megatron_cfg"]["transformer_engine"], reason, fix)])
 
@@ -92,9 +100,11 @@ def _kind_found() -> str:
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
 
 
-def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParallel], seed: int = 0) -> MegatronOptimizer:
-    """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one dimension) get no weight decay, as in
-    Megatron. A collective over the world, where there is one.
+def build_optimizer(
+    policy: PolicyConfig, chunks: Sequence[DistributedDataParallel], seed: int = 0
+) -> MegatronOptimizer:
+    """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one
+    dimension) get no weight decay, as in Megatron. A collective over the world, where there is one.
 
     Args:
         policy: the policy configuration, filled in.
@@ -173,7 +183,10 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
     positions of the shards."""
     adam = inner.optimizer
     places = {
-        adam.param_groups[group]["params"][order]: (names[parameter], inner._get_model_param_range_map(parameter)["param"].start)
+        adam.param_groups[group]["params"][order]: (
+            names[parameter],
+            inner._get_model_param_range_map(parameter)["param"].start,
+        )
         for parameter, (group, order) in inner.model_param_group_index_map.items()
     }
     adam.settings, adam.place_of = settings, places.__getitem__
@@ -190,7 +203,8 @@ def _initialize_states(optimizer: ShardedAdamW, config: Any = None) -> None:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Zero momentum, with which the first step equals that of a fresh SGD to the bit. Megatron cannot load SGD's state without it."""
+    """Zero momentum, with which the first step equals that of a fresh SGD to the bit. Megatron cannot load
+    SGD's state without it."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
@@ -221,17 +235,22 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
     )
 
 
-def _norm_of_all(chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any) -> tuple[torch.Tensor, None]:
-    """L2 norm of some tensors together, [1] float32, to the bit that of ``local_multi_tensor_l2_norm``, which asks the device for the norm
-    of one tensor after another."""
+def _norm_of_all(
+    chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any
+) -> tuple[torch.Tensor, None]:
+    """L2 norm of some tensors together, [1] float32, to the bit that of ``local_multi_tensor_l2_norm``, which
+    asks the device for the norm of one tensor after another."""
     if not _are_float32(tensors[0]):  # Megatron-Core's would round each norm to the type of its tensor
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
 
 
-def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float) -> None:
-    """Tensors times a number, in place where source and target are one, to the bit as ``local_multi_tensor_scale``, which makes copies."""
+def _scale_all(
+    chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float
+) -> None:
+    """Tensors times a number, in place where source and target are one, to the bit as
+    ``local_multi_tensor_scale``, which makes copies."""
     source, target = tensors
     if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
         torch._foreach_mul_(target, scale)
@@ -243,19 +262,28 @@ def _are_float32(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.dtype is torch.float32 for tensor in tensors)
 
 
-_OVER_ALL = {"l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all), "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all)}
-"""What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex: its own and ours."""
+_OVER_ALL = {
+    "l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all),
+    "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all),
+}
+"""What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex:
+its own and ours."""
 
 
 def _over_all() -> list[tuple[Any, str, Any]]:
-    return [(clip_grads, name, ours) for name, (own, ours) in _OVER_ALL.items() if getattr(clip_grads, name) is own]
+    return [
+        (clip_grads, name, ours)
+        for name, (own, ours) in _OVER_ALL.items()
+        if getattr(clip_grads, name) is own
+    ]
 
 
 def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float], bool]) -> StepOutcome:
-    """``optimizer.step()``, whose last part, the update, runs only where ``accepts`` says so of the gradient's norm.
+    """``optimizer.step()``, whose last part, the update, runs only where ``accepts`` says so of the
+    gradient's norm.
 
-    Megatron works out the norm within ``step()`` and steps whatever it is; its own ``get_grad_norm`` and ``step_with_ready_grads`` are
-    wrapped for the time of the call.
+    Megatron works out the norm within ``step()`` and steps whatever it is; its own ``get_grad_norm`` and
+    ``step_with_ready_grads`` are wrapped for the time of the call.
     """
     norms: list[float] = []
     overflow_is_mended = _scale_can_fall(optimizer)
@@ -269,17 +297,26 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         # False makes step() report that it did not step, as after an overflow.
         return accepts(norms[-1]) and bool(update())
 
-    asked = ((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads))
-    adams = [inner.optimizer for inner in with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)]
+    asked = (
+        (optimizer, "get_grad_norm", get_grad_norm),
+        (optimizer, "step_with_ready_grads", step_with_ready_grads),
+    )
+    adams = [
+        inner.optimizer for inner in with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)
+    ]
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
             adam.gradient_factor = min(1.0, max_norm / (total_norm + _CLIPPED))
 
-    with patched(*asked, *_over_all(), *([(mixed_precision, "clip_grad_by_total_norm_fp32", clip)] if adams else [])):
+    with patched(
+        *asked, *_over_all(), *([(mixed_precision, "clip_grad_by_total_norm_fp32", clip)] if adams else [])
+    ):
         stepped, _, _ = optimizer.step()
     # before any norm: float16's scaler has found an infinity
-    return StepOutcome(norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended)
+    return StepOutcome(
+        norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended
+    )
 
 
 def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
@@ -292,4 +329,7 @@ def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
 def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
     """``lr`` and ``wd`` that the next optimizer step will use."""
     groups = optimizer.param_groups
-    return {"lr": float(groups[0]["lr"]) if groups else 0.0, "wd": max((float(group["weight_decay"]) for group in groups), default=0.0)}
+    return {
+        "lr": float(groups[0]["lr"]) if groups else 0.0,
+        "wd": max((float(group["weight_decay"]) for group in groups), default=0.0),
+    }

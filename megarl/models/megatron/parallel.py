@@ -1,4 +1,5 @@
-"""The one importer of Megatron-Core's global ``parallel_state``. Everything else receives ``ParallelGroups``."""
+"""The one importer of Megatron-Core's global ``parallel_state``. Everything else receives
+``ParallelGroups``."""
 
 from __future__ import annotations
 
@@ -34,17 +35,19 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """The process groups that share experts. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks
-    that are tensor,
-    context or data parallel for the rest of the model may be expert or expert-tensor parallel for its experts.
+    """The process groups that share experts. Megatron lays expert groups over the ranks of a pipeline stage
+    anew: ranks that are tensor,
+    context or data parallel for the rest of the model may be expert or expert-tensor parallel for its
+    experts.
 
     Attributes:
         model: ranks that the experts are divided over.
         tensor: ranks that one expert is cut over.
         tensor_and_model: ranks that have shards of any experts, those of one expert next to one another.
         same_sequences: ranks that hold parts of the same sequences, tensor and context parallel.
-        replicas: data-parallel replicas whose tokens meet in the same experts, so that they have to go through the model in step; this
-            process stands for its own among them. None when its replica stands alone.
+        replicas: data-parallel replicas whose tokens meet in the same experts, so that they have to go
+            through the model in step; this process stands for its own among them. None when its replica
+            stands alone.
     """
 
     model: dist.ProcessGroup
@@ -71,7 +74,8 @@ class ExpertGroups:
 
 
 def holders(*, of_experts: bool) -> dist.ProcessGroup:
-    """The ranks that hold the same parameters as this one, of experts or of the rest of the model: data and context parallel ones."""
+    """The ranks that hold the same parameters as this one, of experts or of the rest of the model: data and
+    context parallel ones."""
     if of_experts:
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -79,20 +83,29 @@ def holders(*, of_experts: bool) -> dist.ProcessGroup:
 
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
     """The expert groups of the layout that ``initialize`` made. A collective over the world."""
-    model, tensor = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    model, tensor = (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    )
     replica = groups.tensor_size * groups.context_size
     # in a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens
     coupled = math.lcm(dist.get_world_size(model) * dist.get_world_size(tensor), replica) // replica
     replicas = None
     if coupled > 1:
         firsts = range(0, dist.get_world_size(), coupled * replica)
-        members = [list(range(first + place, first + coupled * replica, replica)) for first in firsts for place in range(replica)]
+        members = [
+            list(range(first + place, first + coupled * replica, replica))
+            for first in firsts
+            for place in range(replica)
+        ]
         replicas, _ = dist.new_subgroups_by_enumeration(members)
     both = parallel_state.get_expert_tensor_and_model_parallel_group()
     return ExpertGroups(model, tensor, both, parallel_state.get_tensor_and_context_parallel_group(), replicas)
 
 
-def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> ParallelGroups:
+def initialize(
+    sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)
+) -> ParallelGroups:
     """Create Megatron's process groups in the already initialised default group and return them.
 
     A previous set of groups (another layout in the same process) is destroyed first.
@@ -123,7 +136,8 @@ def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.time
 
 
 def seed_model_parallel(seed: int) -> None:
-    """Seed Megatron's random-number tracker: the same stream in a data-parallel group, different ones over tensor parallel."""
+    """Seed Megatron's random-number tracker: the same stream in a data-parallel group, different ones over
+    tensor parallel."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

@@ -1,10 +1,13 @@
-"""Residual and norm in one: what a layer adds to its stream and the RMS norm of the sum, which the next products read.
+"""Residual and norm in one: what a layer adds to its stream and the RMS norm of the sum, which the next
+products read.
 
-Without Transformer Engine the sum and the norm are operations of their own, and in the backward pass the norm's, and the addition of the
-gradients of both readers of the sum. Together they are one operation forward and one backward, compiled by ``torch.compile`` on a CUDA
-device. Megatron-Core's layers stay as they are: in the place of a layer's function for "bias, dropout and add" stands one that makes the
-norm of the sum as well, and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very tensor.
-Where anything stands between the two (recomputation, the end of a pipeline stage) the norm computes its own.
+Without Transformer Engine the sum and the norm are operations of their own, and in the backward pass the
+norm's, and the addition of the gradients of both readers of the sum. Together they are one operation forward
+and one backward, compiled by ``torch.compile`` on a CUDA device. Megatron-Core's layers stay as they are: in
+the place of a layer's function for "bias, dropout and add" stands one that makes the norm of the sum as well,
+and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very
+tensor. Where anything stands between the two (recomputation, the end of a pipeline stage) the norm computes
+its own.
 
 The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one.
 """
@@ -28,7 +31,8 @@ from megarl.models.megatron.specs import PortableRMSNorm
 def _sum_and_norm(
     tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, H], [T, H], [H] -> the sum and its norm, [T, H], and the float32 inverse root mean square of the sum, [T, 1]."""
+    """[T, H], [T, H], [H] -> the sum and its norm, [T, H], and the float32 inverse root mean square of the
+    sum, [T, 1]."""
     total = residual + tokens
     wide = total.to(_wide(total))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -36,12 +40,17 @@ def _sum_and_norm(
 
 
 def _gradients(
-    of_total: torch.Tensor, of_norm: torch.Tensor, total: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+    of_total: torch.Tensor,
+    of_norm: torch.Tensor,
+    total: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of what was added, [T, H], and of the norm's weight, [H].
 
-    With x the sum, r its inverse root mean square and n = x r: the norm's gradient of x is r (g - n mean(g n)) for g = weight times the
-    gradient of the norm; that of the weight is the sum of n times the gradient of the norm over all tokens.
+    With x the sum, r its inverse root mean square and n = x r: the norm's gradient of x is r (g - n mean(g
+    n)) for g = weight times the gradient of the norm; that of the weight is the sum of n times the gradient
+    of the norm over all tokens.
     """
     normed = total.to(scale.dtype) * scale
     gradient = of_norm.to(scale.dtype)
@@ -56,8 +65,9 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward, each made one operation, of rows of tokens one after another: compiled once for all numbers of tokens. Of three
-    dimensions the compiler would keep how the strides of two of them relate, which differs with every number of sequences."""
+    """Forward and backward, each made one operation, of rows of tokens one after another: compiled once for
+    all numbers of tokens. Of three dimensions the compiler would keep how the strides of two of them relate,
+    which differs with every number of sequences."""
     return tuple(torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients))  # type: ignore[return-value]
 
 
@@ -70,7 +80,8 @@ class SumAndNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
         ctx.save_for_backward(total, scale, weight)
-        # Megatron-Core's layers put another tensor in the place of a view, of which the norm would not be there
+        # Megatron-Core's layers put another tensor in the place of a view, of which the norm would not be
+        # there
         return total.view(tokens.shape).detach(), norm.view(tokens.shape).detach()
 
     @staticmethod
@@ -81,7 +92,8 @@ class SumAndNorm(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [T, H], contiguous, and detached: of a view of another tensor the compiler would keep the strides of that one too."""
+    """[..., H] as [T, H], contiguous, and detached: of a view of another tensor the compiler would keep the
+    strides of that one too."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous().detach()
 
 
@@ -111,16 +123,19 @@ class JoinedAdd:
         if bias is not None or (training and probability > 0.0) or residual.dtype != tokens.dtype:
             return otherwise(tokens_and_bias, residual, probability)
         # the layers add with gradients also where none are wanted, and the norm's weight would ask for one
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)):
-            # its weight may still be on its way from the rank that keeps it: it is read in a call of the norm, which waits for that
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)
+        ):
+            # its weight may still be on its way from the rank that keeps it: it is read in a call of the
+            # norm, which waits for that
             total, norm = self._norm(functools.partial(SumAndNorm.apply, tokens, residual))
         self._norm.leave(total, norm)
         return total
 
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
-    """Whether norms are made with the sums before them: where functions are compiled, without Transformer Engine (``fused``), unless norms
-    are computed anew in the backward pass or are zero-centred."""
+    """Whether norms are made with the sums before them: where functions are compiled, without Transformer
+    Engine (``fused``), unless norms are computed anew in the backward pass or are zero-centred."""
     if config.layernorm_zero_centered_gamma:
         return False
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())

@@ -1,12 +1,15 @@
-"""Rotary embedding of queries and keys by the positions of their tokens, the same for rows, packed sequences and rows that are decoded.
+"""Rotary embedding of queries and keys by the positions of their tokens, the same for rows, packed sequences
+and rows that are decoded.
 
-Megatron-Core makes cosines and sines in every layer, once for queries and once for keys, and rotates packed sequences one after another by
-lengths that it reads from the device: from 0.19 on some twenty operations a sequence, and in any release four waits for the device a layer.
-The positions are known here: the cosines and sines of a micro-batch are made once, and each tensor takes four operations, forward and
-backward, or one where there is a kernel.
+Megatron-Core makes cosines and sines in every layer, once for queries and once for keys, and rotates packed
+sequences one after another by lengths that it reads from the device: from 0.19 on some twenty operations a
+sequence, and in any release four waits for the device a layer. The positions are known here: the cosines and
+sines of a micro-batch are made once, and each tensor takes four operations, forward and backward, or one
+where there is a kernel.
 
-A head x = (a, b) of two halves, of which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al. 2021, arXiv:2104.09864,
-equation 34, with halves in the place of pairs). The gradient is rotated back: g cos t - (-g_b, g_a) sin t.
+A head x = (a, b) of two halves, of which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al.
+2021, arXiv:2104.09864, equation 34, with halves in the place of pairs). The gradient is rotated back: g cos t
+- (-g_b, g_a) sin t.
 """
 
 from __future__ import annotations
@@ -37,14 +40,19 @@ class Rotation:
     signed_sines: torch.Tensor
 
 
-# every layer of a micro-batch asks for the same one; two, because two model chunks take turns in an interleaved pipeline
+# every layer of a micro-batch asks for the same one; two, because two model chunks take turns in an
+# interleaved pipeline
 @functools.lru_cache(maxsize=2)
-def rotation(angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float) -> Rotation:
+def rotation(
+    angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float
+) -> Rotation:
     """The rotation at given positions.
 
     Args:
-        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings give them: both halves are the same.
-        positions: [t] or [t, b] int64; None where ``angles`` are already those of the tokens, one after another.
+        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings give them: both
+            halves are the same.
+        positions: [t] or [t, b] int64; None where ``angles`` are already those of the tokens, one after
+            another.
         dtype: of what is rotated.
         factor: of cosines and sines (the concentration of yarn).
     """
@@ -66,7 +74,9 @@ def rotate(tensor: torch.Tensor, by: Rotation) -> torch.Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cosines, signed_sines)
         return _rotate_by(tensor, cosines, signed_sines, back=False)
 
@@ -75,14 +85,19 @@ class _Rotate(torch.autograd.Function):
         return _rotate_by(gradient, *ctx.saved_tensors, back=True), None, None
 
 
-def _rotate_by(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
+def _rotate_by(
+    tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
+) -> torch.Tensor:
     # Triton's interpreter, which tests set, takes tensors of any device
     way = by_kernel if triton is not None and tensor.is_cuda else rotated_by
     return way(tensor, cosines, signed_sines, back=back)
 
 
-def rotated_by(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
-    """[t, b, heads, width] rotated, or rotated back, in plain operations; the arguments are those of a ``Rotation``."""
+def rotated_by(
+    tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
+) -> torch.Tensor:
+    """[t, b, heads, width] rotated, or rotated back, in plain operations; the arguments are those of a
+    ``Rotation``."""
     width = cosines.shape[-1]
     turned, others = tensor[..., :width], tensor[..., width:]
     swapped = torch.cat((turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
@@ -129,15 +144,25 @@ if triton is not None:
         inside = (head < heads)[:, None] & (column < half)[None, :]
         first = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + half + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + column[None, :], (first * cosine - second * sine).to(rotated.dtype.element_ty), mask=inside)
-        tl.store(target + half + column[None, :], (second * cosine + first * sine).to(rotated.dtype.element_ty), mask=inside)
+        tl.store(
+            target + column[None, :],
+            (first * cosine - second * sine).to(rotated.dtype.element_ty),
+            mask=inside,
+        )
+        tl.store(
+            target + half + column[None, :],
+            (second * cosine + first * sine).to(rotated.dtype.element_ty),
+            mask=inside,
+        )
         if rest_block:
             others = 2 * half + tl.arange(0, rest_block)
             outside = (head < heads)[:, None] & (others < width)[None, :]
             tl.store(target + others[None, :], tl.load(source + others[None, :], mask=outside), mask=outside)
 
 
-def by_kernel(tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool) -> torch.Tensor:
+def by_kernel(
+    tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
+) -> torch.Tensor:
     """What ``rotated_by`` gives, in one kernel that rounds once."""
     tokens, rows, heads, width = tensor.shape
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -29,8 +29,11 @@ from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
 from megarl.models.megatron.specs import PackedSequences
 
 
-def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its division by a token count."""
+def sum_gradients(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its
+    division by a token count."""
     # None in the place of the token count: losses here are sums already, divided by counts of the whole
     # global batch.
     finalize_model_grads(model, None, **options)
@@ -38,7 +41,8 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline full.
+    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline
+    full.
 
     Attributes:
         sequences: [n, t] for the routers of a mixture of experts (``sequence_numbers``); None where
@@ -56,10 +60,15 @@ class _Work:
         return dataclasses.replace(self, sequences=sequences, filler=True)
 
     def sequences_for(self, model: DistributedDataParallel) -> torch.Tensor | None:
-        """``sequences`` as the model wants them: with sequence parallelism only its first chunk cuts them itself."""
+        """``sequences`` as the model wants them: with sequence parallelism only its first chunk cuts them
+        itself."""
         if self.sequences is None or model.module.pre_process or not model.config.sequence_parallel:
             return self.sequences
-        return scatter_to_sequence_parallel_region(self.sequences.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+        return (
+            scatter_to_sequence_parallel_region(self.sequences.transpose(0, 1).contiguous())
+            .transpose(0, 1)
+            .contiguous()
+        )
 
 
 def _packed(model_input: ModelInput) -> PackedSequences | None:
@@ -82,19 +91,26 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
 
 
 def answer_requests(layer: ColumnParallelLinear) -> None:
-    """Let the output layer of a model's last chunk answer requests: it brings the sequence together and selects from it first.
+    """Let the output layer of a model's last chunk answer requests: it brings the sequence together and
+    selects from it first.
 
     The product stays Megatron's own where logits are asked for, with whatever it fuses into it.
     """
     plain = layer.forward
 
-    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, None]:
+    def forward(
+        hidden: torch.Tensor, weight: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
         request = asked()
         if request is None:
             return plain(hidden, weight=weight, **options)
         group = layer.tp_group
         if request.chunk_size is None:
-            whole = gather_from_sequence_parallel_region(hidden, False, group) if layer.sequence_parallel else hidden
+            whole = (
+                gather_from_sequence_parallel_region(hidden, False, group)
+                if layer.sequence_parallel
+                else hidden
+            )
             with _whole_sequences(layer):
                 output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
             return output, None
@@ -102,7 +118,9 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
             whole = gather_from_sequence_parallel_region(hidden, True, group)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden, group)
-        answer = request.output(request.rows(whole, sequence_first=True), layer.weight if weight is None else weight, None)
+        answer = request.output(
+            request.rows(whole, sequence_first=True), layer.weight if weight is None else weight, None
+        )
         return answer.transpose(0, 1), None
 
     layer.forward = forward
@@ -110,7 +128,8 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
 
 @contextlib.contextmanager
 def _whole_sequences(layer: ColumnParallelLinear) -> Iterator[None]:
-    """Inside, the layer takes its input for whole on every tensor-parallel rank, and adds up its gradient over them."""
+    """Inside, the layer takes its input for whole on every tensor-parallel rank, and adds up its gradient
+    over them."""
     before = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel, layer.allreduce_dgrad = False, before[0] or before[1]
     try:
@@ -119,7 +138,9 @@ def _whole_sequences(layer: ColumnParallelLinear) -> Iterator[None]:
         layer.sequence_parallel, layer.allreduce_dgrad = before
 
 
-def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: Head) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    work: Iterator[_Work], model: DistributedDataParallel, head: Head
+) -> tuple[torch.Tensor, Any]:
     item = next(work)
     model_input = item.model_input
     with plain_torch():
@@ -127,7 +148,9 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
         options = {} if sequences is None else {"padding_mask": sequences}
         request = head.asks(model_input)
         with asking(request):
-            output = model(model_input.tokens, model_input.positions, None, packed_seq_params=packed, **options)
+            output = model(
+                model_input.tokens, model_input.positions, None, packed_seq_params=packed, **options
+            )
 
     def finish(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         with plain_torch():
@@ -146,7 +169,8 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
 
 
 def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
-    """Fill up to as many micro-batches as stages at least, in groups that the interleaved schedule accepts."""
+    """Fill up to as many micro-batches as stages at least, in groups that the interleaved schedule
+    accepts."""
     stages = config.pipeline_model_parallel_size
     # The interleaved schedule refuses fewer micro-batches than stages, and a last group with fewer.
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
@@ -163,9 +187,11 @@ def forward_backward(
     backward: bool,
     sequences: Sequence[torch.Tensor] | None = None,
 ) -> list[HeadOutput]:
-    """One pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over micro-batches.
+    """One pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over
+    micro-batches.
 
-    With pipeline stages all inputs have one shape. ``sequences`` is for routers that record, one tensor a micro-batch.
+    With pipeline stages all inputs have one shape. ``sequences`` is for routers that record, one tensor a
+    micro-batch.
 
     Returns:
         What the head returned, in order, on the last pipeline stage; an empty list elsewhere.

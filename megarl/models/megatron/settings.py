@@ -1,4 +1,5 @@
-"""From the policy's configuration and the model's architecture to Megatron-Core's own configuration objects."""
+"""From the policy's configuration and the model's architecture to Megatron-Core's own configuration
+objects."""
 
 from __future__ import annotations
 
@@ -23,17 +24,20 @@ from megarl.models.megatron.moe_record import BalanceSettings
 from megarl.models.megatron.transformer_engine import find
 
 NO_CLIPPING = float("inf")
-# float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
+# float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's
+# own scaler starts
 INITIAL_LOSS_SCALE = 2.0**16
 
 
 def compiles() -> bool:
-    """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and not the same to the bit."""
+    """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and
+    not the same to the bit."""
     return runtime().is_cuda
 
 
 def _groups_experts(megatron: MegatronConfig) -> bool:
-    """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same to the bit."""
+    """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same
+    to the bit."""
     chosen = megatron["moe_grouped_gemm"]
     return runtime().is_cuda if chosen is None else bool(chosen)
 
@@ -45,18 +49,24 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fused: bool) -> TransformerConfig:
     """Megatron's model configuration.
 
-    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do). Fusions
-    that need CUDA extensions are on only where the layers are Transformer Engine's (``fused``), those that torch.compile makes on every
-    GPU.
+    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that
+    Megatron would do). Fusions that need CUDA extensions are on only where the layers are Transformer
+    Engine's (``fused``), those that torch.compile makes on every GPU.
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")
     chunks = pipeline_chunks(megatron)
     if chunks > 1:
-        # In Megatron's default setting two stages that send to and receive from one another in one batch get each other's tensors mixed up
-        # over gloo, silently; sends and receives of their own, overlapped, do not.
-        interleaved = {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
-        # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to lie there
+        # In Megatron's default setting two stages that send to and receive from one another in one batch get
+        # each other's tensors mixed up over gloo, silently; sends and receives of their own, overlapped, do
+        # not.
+        interleaved = {
+            "virtual_pipeline_model_parallel_size": chunks,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+        # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to
+        # lie there
         interleaved["deallocate_pipeline_outputs"] = runtime().is_cuda
     else:
         interleaved = {"deallocate_pipeline_outputs": True}
@@ -77,7 +87,8 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         calculate_per_token_loss=True,
-        # Megatron marks sharded parameters while it initialises them, so initialisation stays on, but every weight is loaded afterwards
+        # Megatron marks sharded parameters while it initialises them, so initialisation stays on, but every
+        # weight is loaded afterwards
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -85,25 +96,34 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
         attention_softmax_in_fp32=True,
         deterministic_mode=policy["deterministic"] and runtime().is_cuda,
         # fused, latent attention could neither rotate without yarn nor generate
-        apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
+        apply_rope_fusion=fused
+        and bool(megatron.get("apply_rope_fusion", True))
+        and architecture.latent_attention is None,
         # fused, Megatron-Core limits gates before it adds their bias
         bias_activation_fusion=(fused or compiles()) and architecture.gate_limit is None,
         # with biases Transformer Engine's experts do without
-        bias_dropout_fusion=(fused or compiles()) and not (architecture.mixture is not None and architecture.mlp_bias),
+        bias_dropout_fusion=(fused or compiles())
+        and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
-        # Transformer Engine's layers add gradients of weights to their float32 sums inside the matrix products, which rounds once less;
-        # of the output layer, which is Megatron-Core's own, ``build_chunks`` decides.
+        # Transformer Engine's layers add gradients of weights to their float32 sums inside the matrix
+        # products, which rounds once less; of the output layer, which is Megatron-Core's own,
+        # ``build_chunks`` decides.
         gradient_accumulation_fusion=fused,
         **_recomputation(megatron),
         **interleaved,
-        **(_experts(megatron, architecture.mixture.routing, fused) if architecture.mixture is not None else {}),
+        **(
+            _experts(megatron, architecture.mixture.routing, fused)
+            if architecture.mixture is not None
+            else {}
+        ),
     )
     for name, value in (settings.attributes | {"grouped_experts": _groups_experts(megatron)}).items():
         setattr(config, name, value)
     if architecture.latent_attention is not None and not fused:
-        # Asked for norms of queries, Megatron adds up the gradients of whatever is called q_layernorm over the tensor-parallel ranks. Here
-        # that is the norm of the latent queries, whose gradient is whole on every rank; the portable spec has it unasked.
+        # Asked for norms of queries, Megatron adds up the gradients of whatever is called q_layernorm over
+        # the tensor-parallel ranks. Here that is the norm of the latent queries, whose gradient is whole on
+        # every rank; the portable spec has it unasked.
         config.qk_layernorm = False
     return config
 
@@ -113,12 +133,16 @@ def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
     if not megatron["activation_checkpointing"]:
         return {}
     if megatron["recompute_granularity"] == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": list(megatron["recompute_modules"])}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(megatron["recompute_modules"]),
+        }
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[str, Any]:
-    """Return settings of a mixture of experts. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
+    """Return settings of a mixture of experts. Its router is balanced by us (``balance_settings``), so
+    Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron["expert_model_parallel_size"],
         "expert_tensor_parallel_size": megatron["expert_tensor_parallel_size"],
@@ -143,12 +167,22 @@ def _permutes_fused(megatron: MegatronConfig) -> bool:
     reason = find().reason
     if reason is not None:
         bound = f"its kernels are Transformer Engine's, which cannot be used: {reason}"
-        raise ConfigError([Violation("policy.megatron_cfg.moe_permute_fusion", True, bound, "megarl doctor says more; or write false")])
+        raise ConfigError(
+            [
+                Violation(
+                    "policy.megatron_cfg.moe_permute_fusion",
+                    True,
+                    bound,
+                    "megarl doctor says more; or write false",
+                )
+            ]
+        )
     return True
 
 
 def balance_settings(policy: PolicyConfig, architecture: Architecture) -> BalanceSettings | None:
-    """Return how routers are balanced; None for a dense model. The coefficient is the model's own where the configuration gives none."""
+    """Return how routers are balanced; None for a dense model. The coefficient is the model's own where the
+    configuration gives none."""
     mixture, megatron = architecture.mixture, policy["megatron_cfg"]
     if mixture is None:
         return None
@@ -180,7 +214,9 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
         grad_reduce_in_fp32=chosen["grad_reduce_in_fp32"],
         overlap_grad_reduce=overlaps,
         overlap_param_gather=chosen["overlap_param_gather"],
-        use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"] if megatron.get("optimizer") else False,
+        use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"]
+        if megatron.get("optimizer")
+        else False,
         average_in_collective=False,
         check_for_nan_in_grad=False,
         bucket_size=chosen["bucket_size"],
@@ -188,7 +224,8 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
 
 
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
-    """Megatron's optimizer configuration. ``clip_grad`` of 0 or null means no clipping; the gradient norm is computed all the same."""
+    """Megatron's optimizer configuration. ``clip_grad`` of 0 or null means no clipping; the gradient norm is
+    computed all the same."""
     chosen = policy["megatron_cfg"]["optimizer"]
     overlap = policy["megatron_cfg"]["distributed_data_parallel_config"]["overlap_param_gather"]
     return OptimizerConfig(

@@ -1,7 +1,9 @@
-"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank its share, and what fails on one rank fails on all.
+"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank its share, and what fails on one
+rank fails on all.
 
-Megatron-Core has the main replicas write, which all are the first data-parallel rank's. Here the ranks that hold the same tensors share
-them out. Who writes what depends on the layout and the sizes of the tensors alone, so that the same layout writes the same files.
+Megatron-Core has the main replicas write, which all are the first data-parallel rank's. Here the ranks that
+hold the same tensors share them out. Who writes what depends on the layout and the sizes of the tensors
+alone, so that the same layout writes the same files.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from megatron.core.dist_checkpointing.exchange_utils import determine_main_repli
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
@@ -42,7 +46,9 @@ _Tensors = Sequence[tuple[WriteItem, torch.Tensor]]
 _PIECES = "pieces of optimizer state"
 
 
-def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, buffer: StagingBuffer | None = None) -> None:
+def save_sharded(
+    state: dict[str, Any], directory: Path, stream: StateStream, buffer: StagingBuffer | None = None
+) -> None:
     """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
 
     Args:
@@ -54,7 +60,8 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, bu
     Raises:
         CheckpointError: on all ranks, with the reason, where one of them could not write.
     """
-    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
+    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank
+    # that is killed.
     if filesystem_async._results_queue is None:
         # A thread's queue in the place of a manager's process.
         filesystem_async._results_queue = queue.Queue()
@@ -64,7 +71,9 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, bu
     try:
         with patched(*first.replacements()):
             dist_checkpointing.save(shared_out(state, stream), str(directory), strategy)
-    except CheckpointException as error:  # raised on all ranks, of which the first alone knows why; not even an Exception
+    except (
+        CheckpointException
+    ) as error:  # raised on all ranks, of which the first alone knows why; not even an Exception
         failure = error
     with failing_together(f"writing {directory}"):
         if failure is not None:
@@ -73,23 +82,31 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, bu
 
 
 def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
-    """A sharded state dict in which each tensor has one rank that writes it. A collective over the ranks that hold the same tensors.
+    """A sharded state dict in which each tensor has one rank that writes it. A collective over the ranks that
+    hold the same tensors.
 
-    Outlines of ``stream`` are cut into what each rank keeps of them. Other tensors stay whole, and go to one of their holders each: the
-    largest first, to the one that has least to write so far. Objects stay with the main replica.
+    Outlines of ``stream`` are cut into what each rank keeps of them. Other tensors stay whole, and go to one
+    of their holders each: the largest first, to the one that has least to write so far. Objects stay with the
+    main replica.
 
     Args:
         state: is changed.
         stream: of the outlines in ``state``.
     """
     apply_factories(state)
-    outlined, rest = extract_matching_values(state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta)
+    outlined, rest = extract_matching_values(
+        state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
+    )
     for group in _groups_of_holders():
         distribution = determine_main_replica_uniform_distribution(rest, group)
         distribute_main_replicas_with_precomputed_distribution(rest, group, distribution)
     for each in nested_values(rest):
         # Megatron-Core would copy those that share memory with others, all of them at once
-        if isinstance(each, ShardedTensor) and type(each.data) in (torch.Tensor, torch.nn.Parameter) and each.data.is_cpu:
+        if (
+            isinstance(each, ShardedTensor)
+            and type(each.data) in (torch.Tensor, torch.nn.Parameter)
+            and each.data.is_cpu
+        ):
             each.data = alone(each.data)
     pieces = dict(enumerate(itertools.chain.from_iterable(map(stream.pieces, nested_values(outlined)))))
     # what is empty would be saved among what all ranks share
@@ -97,15 +114,16 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
 
 
 def _groups_of_holders() -> list[dist.ProcessGroup]:
-    """The groups of this rank over which tensors are dealt, one after the other: those that share the experts lie within the others, but
-    where an expert is cut over fewer ranks than the other layers."""
+    """The groups of this rank over which tensors are dealt, one after the other: those that share the experts
+    lie within the others, but where an expert is cut over fewer ranks than the other layers."""
     most, experts = holders(of_experts=False), holders(of_experts=True)
     within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
     return [most] if within else [most, experts]
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's way of saving, in which each rank writes its one file itself, from tensors that come when their turn has come.
+    """Megatron-Core's way of saving, in which each rank writes its one file itself, from tensors that come
+    when their turn has come.
 
     Args:
         stream: gives outlines their values.
@@ -114,7 +132,10 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     """
 
     def __init__(
-        self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]], buffer: StagingBuffer | None = None
+        self,
+        stream: StateStream,
+        finishing: Callable[[Callable[..., Any]], Callable[..., None]],
+        buffer: StagingBuffer | None = None,
     ) -> None:
         # one file a rank: more would only make more files
         super().__init__("torch_dist", 1, thread_count=1)
@@ -123,13 +144,19 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
         writer.finish = self._finishing(writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, *arguments)
-        return request._replace(async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None)
+        return request._replace(
+            async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None
+        )
 
     def _write(self, writer: FileSystemWriterAsync) -> None:
         """Write this rank's file. What fails here fails on all ranks, at the end of the save."""
         results: dict[int, Any] | Exception = {}
         for path, name, (plain, tensors) in writer.write_buckets:
-            written = self._staged(path, name, plain, tensors) if self._buffer else self._written(writer, path, name, plain, tensors)
+            written = (
+                self._staged(path, name, plain, tensors)
+                if self._buffer
+                else self._written(writer, path, name, plain, tensors)
+            )
             results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
@@ -147,23 +174,34 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         written: list[WriteResult] | Exception = answer.get()[1]
         return storage_error(written) if isinstance(written, Exception) else written
 
-    def _staged(self, path: str, name: str, plain: _Plain, tensors: _Tensors) -> list[WriteResult] | Exception:
+    def _staged(
+        self, path: str, name: str, plain: _Plain, tensors: _Tensors
+    ) -> list[WriteResult] | Exception:
         """Where each piece of a file that is staged will lie, or what failed."""
         assert self._buffer is not None
         try:
-            return staged_results(self._buffer, Path(path), name, plain, [(item, self._to_stage(tensor)) for item, tensor in tensors])
+            return staged_results(
+                self._buffer,
+                Path(path),
+                name,
+                plain,
+                [(item, self._to_stage(tensor)) for item, tensor in tensors],
+            )
         except Exception as error:
             return error
 
     def _to_stage(self, tensor: torch.Tensor) -> StagedTensor:
         if not tensor.is_meta:
             return staged(tensor)
-        return StagedTensor(tensor.dtype, tuple(tensor.shape), tensor.stride(), functools.partial(self._stream.copy, tensor))
+        return StagedTensor(
+            tensor.dtype, tuple(tensor.shape), tensor.stride(), functools.partial(self._stream.copy, tensor)
+        )
 
 
 class _FirstRank:
-    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of checkpoint. Raised there, it would
-    leave the others waiting in the next collective of Megatron-Core's save; so the save goes on, and fails on all ranks at its end."""
+    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of
+    checkpoint. Raised there, it would leave the others waiting in the next collective of Megatron-Core's
+    save; so the save goes on, and fails on all ranks at its end."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None

@@ -1,8 +1,8 @@
 """Layer specs: the modules that Megatron's GPT layers are made of, chosen once, here, and logged.
 
-With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's own parallel linear layers
-with our attention (``megarl.models.engine.attention``) and with norms that also work under sequence parallelism, which Megatron-Core
-offers only with Transformer Engine.
+With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's
+own parallel linear layers with our attention (``megarl.models.engine.attention``) and with norms that also
+work under sequence parallelism, which Megatron-Core offers only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -29,7 +33,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from converters.mapping.rule import fused_norms
@@ -63,11 +71,12 @@ class PackedSequences(PackedSeqParams):
 
 
 class PortableAttention(MegatronModule):
-    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context parallelism, sliding window in
-    all layers or in some, and sinks.
+    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context
+    parallelism, sliding window in all layers or in some, and sinks.
 
     Attributes:
-        softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention gives them; None without.
+        softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention
+            gives them; None without.
         rows: that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
 
     Raises:
@@ -77,27 +86,41 @@ class PortableAttention(MegatronModule):
     rows: DecodedRows | None = None
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         window = getattr(config, "window_size", None)
-        windowed = is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number)
+        windowed = is_layer_window_attention(
+            window, getattr(config, "window_attn_skip_freq", None), layer_number
+        )
         # Megatron-Core counts the positions before a query, ours the query as well.
         self.window = None if window is None or window[0] < 0 or not windowed else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
-        self.context = ContextShare(dist.get_rank(group), size, group, config.cp_comm_type == "p2p") if size > 1 else ContextShare()
+        self.context = (
+            ContextShare(dist.get_rank(group), size, group, config.cp_comm_type == "p2p")
+            if size > 1
+            else ContextShare()
+        )
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             if self.context.ring:
                 raise ModelError(
-                    "context_parallel_comm_type = p2p: attention with sinks does not send keys and values round; choose all_gather"
+                    "context_parallel_comm_type = p2p: attention with sinks does not send keys and values "
+                    "round; choose all_gather"
                 )
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()
-            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            self.softmax_offset = torch.nn.Parameter(
+                torch.empty(heads, dtype=config.params_dtype, device=device)
+            )
             # Heads are divided over tensor-parallel ranks. Megatron-Core counts parameters without this mark
             # on the first of them alone in the gradient's norm.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
@@ -111,9 +134,11 @@ class PortableAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **ignored: Any,
     ) -> torch.Tensor:
-        """[S, B, H, D], [K, B, G, D], [K, B, G, D] -> [S, B, H * D]; packed, all without B: [T, H, D], ... -> [T, H * D].
+        """[S, B, H, D], [K, B, G, D], [K, B, G, D] -> [S, B, H * D]; packed, all without B: [T, H, D], ... ->
+        [T, H * D].
 
-        Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the padding from every real token.
+        Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the
+        padding from every real token.
         """
         if packed_seq_params is not None:
             # Packed tensors have no batch dimension in Megatron-Core; ours is [B, H, S, D].
@@ -124,13 +149,24 @@ class PortableAttention(MegatronModule):
         mixed = self._mixed(query, key, value, SequenceLayout(None, self.context))
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
-    def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    def _mixed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout
+    ) -> torch.Tensor:
         mask = None if self.rows is None else self.rows.mask(self.window, query.dtype)
         if mask is not None:
-            return cached_attention(query, key, value, mask, scale=self.softmax_scale, sinks=self.softmax_offset)
+            return cached_attention(
+                query, key, value, mask, scale=self.softmax_scale, sinks=self.softmax_offset
+            )
         lengths = None if self.rows is None else self.rows.row_lengths
         return attention(
-            query, key, value, layout, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset, row_lengths=lengths
+            query,
+            key,
+            value,
+            layout,
+            scale=self.softmax_scale,
+            window=self.window,
+            sinks=self.softmax_offset,
+            row_lengths=lengths,
         )
 
     def sharded_state_dict(
@@ -138,12 +174,15 @@ class PortableAttention(MegatronModule):
     ) -> dict[str, Any]:
         """The sinks; nothing where there are none."""
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
         return sharded
 
 
 def portable_core(attention: Any) -> PortableAttention:
-    """The engine's portable attention for an attention layer that has another core, with the sinks of that core, where it has any."""
+    """The engine's portable attention for an attention layer that has another core, with the sinks of that
+    core, where it has any."""
     core = attention.core_attention
     config = attention.config
     portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
@@ -153,8 +192,9 @@ def portable_core(attention: Any) -> PortableAttention:
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction, and whose result may be there already, made with
-    the sum that it is the norm of (``megarl.models.megatron.residual_norm``). Zero-centred, it multiplies by 1 + weight."""
+    """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction, and whose result
+    may be there already, made with the sum that it is the norm of (``megarl.models.megatron.residual_norm``).
+    Zero-centred, it multiplies by 1 + weight."""
 
     _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -170,24 +210,34 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self._ready = total, norm
 
     def forward(self, x: torch.Tensor | Callable[[torch.Tensor, float | None], Any]) -> Any:
-        """The norm of ``x``; or, of a function, what that makes of weight and epsilon: by a call of the module, so that what waits for the
-        weight before it, as the hook of Megatron-Core's ``overlap_param_gather`` does, has done so."""
+        """The norm of ``x``; or, of a function, what that makes of weight and epsilon: by a call of the
+        module, so that what waits for the weight before it, as the hook of Megatron-Core's
+        ``overlap_param_gather`` does, has done so."""
         if not isinstance(x, torch.Tensor):
             return x(self.weight, self.eps)
         # Given out once: kept longer, it would hold the memory of two activations a layer.
         ready, self._ready = self._ready, None
-        # what came out of a recomputed layer is the same tensor with another history, in which the norm has no part
-        if ready is not None and ready[0] is x and ready[1].grad_fn is x.grad_fn and torch.is_grad_enabled() == ready[1].requires_grad:
+        # what came out of a recomputed layer is the same tensor with another history, in which the norm has
+        # no part
+        if (
+            ready is not None
+            and ready[0] is x
+            and ready[1].grad_fn is x.grad_fn
+            and torch.is_grad_enabled() == ready[1].requires_grad
+        ):
             return ready[1]
         if self.zero_centered:
             # in float32: near 1, 16 bits would lose most of a small weight
             wide = torch.promote_types(x.dtype, torch.float32)
-            return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+            return torch.nn.functional.rms_norm(
+                x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps
+            ).to(x.dtype)
         return super().forward(x)
 
 
 def with_our_router(experts: Any) -> Any:
-    """Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial constructor later) with our router in it."""
+    """Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial constructor later) with
+    our router in it."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     submodules.router = BalancedRouter
     return experts
@@ -253,9 +303,15 @@ _MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
 
 def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     """One layer."""
-    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's
-    names = {norm.removesuffix("weight"): inside.removesuffix("weight") for norm, inside in fused_norms(kind).items()}
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each
+    # other's
+    names = {
+        norm.removesuffix("weight"): inside.removesuffix("weight")
+        for norm, inside in fused_norms(kind).items()
+    }
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -279,7 +335,8 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | 
 
 
 def kinds_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | None = None) -> list[LayerKind]:
-    """Kinds of the layers of one model chunk (None where a stage is one chunk) of a pipeline stage, by default of this rank's."""
+    """Kinds of the layers of one model chunk (None where a stage is one chunk) of a pipeline stage, by
+    default of this rank's."""
     return [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk, stage)]
 
 
@@ -294,7 +351,8 @@ def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those of Transformer Engine."""
+    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those
+    of Transformer Engine."""
     kinds = kinds_of_chunk(config, chunk)
     if fused:
         logger.info("layer spec: Transformer Engine")
@@ -302,7 +360,9 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
         # releases come along.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, kind in zip(block.layer_specs, kinds, strict=True):
-            layer.submodules.self_attention.module = LatentSelfAttention if kind.mixer == "latent" else RowSelfAttention
+            layer.submodules.self_attention.module = (
+                LatentSelfAttention if kind.mixer == "latent" else RowSelfAttention
+            )
             if kind.sparse:
                 with_our_router(layer.submodules.mlp)
         return block

@@ -1,13 +1,15 @@
-"""Streams the distributed optimizer's state from where each rank keeps it into the files of a checkpoint, and from a checkpoint's files to
-where each rank keeps its share. Nothing of it is sent between ranks.
+"""Streams the distributed optimizer's state from where each rank keeps it into the files of a checkpoint, and
+from a checkpoint's files to where each rank keeps its share. Nothing of it is sent between ranks.
 
-Megatron-Core's "fully reshardable" checkpoint wants each state of each buffer as one tensor on the host, twelve bytes a parameter, and up
-to 0.19 brings them together on the device, on every data-parallel rank. Here the checkpoint is planned with outlines: tensors of torch's
-meta device, which have a shape and an address but no memory. Each rank writes those elements of a tensor that it keeps itself, as the boxes
-that they are (the format takes pieces of any size): its share of all bytes, of which one piece at a time is on the host.
+Megatron-Core's "fully reshardable" checkpoint wants each state of each buffer as one tensor on the host,
+twelve bytes a parameter, and up to 0.19 brings them together on the device, on every data-parallel rank. Here
+the checkpoint is planned with outlines: tensors of torch's meta device, which have a shape and an address but
+no memory. Each rank writes those elements of a tensor that it keeps itself, as the boxes that they are (the
+format takes pieces of any size): its share of all bytes, of which one piece at a time is on the host.
 
-A load is planned with outlines as well, where Megatron-Core has every data-parallel rank read all of a buffer. Each rank then reads what it
-keeps itself, a slice at a time, into the memory that training has anyway.
+A load is planned with outlines as well, where Megatron-Core has every data-parallel rank read all of a
+buffer. Each rank then reads what it keeps itself, a slice at a time, into the memory that training has
+anyway.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _ADDRESSES = 2**56
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One state of one buffer of one optimizer, among the addresses of a stream: ``first`` is its first element there."""
+    """One state of one buffer of one optimizer, among the addresses of a stream: ``first`` is its first
+    element there."""
 
     first: int
     source: int
@@ -52,7 +55,8 @@ class _Place:
 
 
 class _Source:
-    """One distributed optimizer's state, of which this rank keeps a part. Positions are elements of a buffer."""
+    """One distributed optimizer's state, of which this rank keeps a part. Positions are elements of a
+    buffer."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -63,19 +67,29 @@ class _Source:
         """First and last position of what this rank keeps of each parameter, in order."""
         # One dtype a buffer, which the unpacking checks.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
-        ranges = ((parameter, found["gbuf_world"]) for bucket in buckets for parameter, found in bucket["param_map"].items())
-        return sorted(((world.start, world.end, parameter) for parameter, world in ranges), key=operator.itemgetter(0, 1))
+        ranges = (
+            (parameter, found["gbuf_world"])
+            for bucket in buckets
+            for parameter, found in bucket["param_map"].items()
+        )
+        return sorted(
+            ((world.start, world.end, parameter) for parameter, world in ranges),
+            key=operator.itemgetter(0, 1),
+        )
 
     def size(self, buffer: int) -> int:
         """Elements of a buffer, padding included."""
         return int(self._optimizer.buffers[buffer].grad_data.numel())
 
     def kept(self, buffer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """First and last of the positions from ``start`` to ``stop`` that this rank keeps; those are one parameter's."""
+        """First and last of the positions from ``start`` to ``stop`` that this rank keeps; those are one
+        parameter's."""
         for begin, end, _ in self._kept_between(buffer, start, stop):
             yield max(begin, start), min(end, stop)
 
-    def _kept_between(self, buffer: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.nn.Parameter]]:
+    def _kept_between(
+        self, buffer: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, torch.nn.Parameter]]:
         own = self._own[buffer]
         for number in range(bisect.bisect_right(own, start, key=operator.itemgetter(1)), len(own)):
             if own[number][0] >= stop:
@@ -83,8 +97,8 @@ class _Source:
             yield own[number]
 
     def copy(self, buffer: int, state: str, first: int, target: torch.Tensor) -> None:
-        """Fill ``target``, [n] float32 on the host, with the positions from ``first`` on: such as this rank keeps, all of them one
-        parameter's."""
+        """Fill ``target``, [n] float32 on the host, with the positions from ``first`` on: such as this rank
+        keeps, all of them one parameter's."""
         last = first + target.numel()
         ((begin, end, parameter),) = self._kept_between(buffer, first, last)
         assert begin <= first and last <= end, (begin, first, last, end)
@@ -122,13 +136,19 @@ class _Source:
         else:
             adam.write_state(self._shard_of(parameter), state, values)
 
-    def fill(self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]) -> None:
-        """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one parameter's.
+    def fill(
+        self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]
+    ) -> None:
+        """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one
+        parameter's.
 
         Args:
-            read: is given the first and the last of some positions, and their values where the optimizer keeps them, [last - first].
+            read: is given the first and the last of some positions, and their values where the optimizer
+                keeps them, [last - first].
         """
-        step = max(1, SLICE_BYTES // _ITEM // 2)  # what is read may be put together from pieces: both are there then
+        step = max(
+            1, SLICE_BYTES // _ITEM // 2
+        )  # what is read may be put together from pieces: both are there then
         for begin, end, parameter in self._kept_between(buffer, start, stop):
             first, last = max(begin, start), min(end, stop)
             gathered = self._gathering.get((parameter, state))
@@ -140,7 +160,8 @@ class _Source:
 
 
 class StateStream:
-    """The state of all distributed optimizers of a rank, for one save: outlines of it, and their values when they are asked for."""
+    """The state of all distributed optimizers of a rank, for one save: outlines of it, and their values when
+    they are asked for."""
 
     def __init__(self) -> None:
         # One long tensor without memory, whose offsets tell all states of all optimizers apart.
@@ -150,14 +171,16 @@ class StateStream:
         self._size = 0
 
     def outlines(self, optimizer: DistributedOptimizer) -> dict[Any, Any]:
-        """What ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each buffer and dtype, each state as one
-        float32 tensor of the meta device."""
+        """What ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each buffer
+        and dtype, each state as one float32 tensor of the meta device."""
         source = _Source(optimizer)
         self._sources.append(source)
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for buffer, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
-                state[buffer] = {dtype: {name: self._outline(buffer, name, source.size(buffer)) for name in STATES}}
+                state[buffer] = {
+                    dtype: {name: self._outline(buffer, name, source.size(buffer)) for name in STATES}
+                }
         return state
 
     def _outline(self, buffer: int, state: str, size: int) -> torch.Tensor:
@@ -167,8 +190,8 @@ class StateStream:
         return self._addresses[first : self._size]
 
     def pieces(self, outline: ShardedTensor) -> Iterator[ShardedTensor]:
-        """What this rank keeps of a tensor and writes: boxes of it, without memory. Of a tensor that other data-parallel groups have as
-        well, the group of the main replica writes.
+        """What this rank keeps of a tensor and writes: boxes of it, without memory. Of a tensor that other
+        data-parallel groups have as well, the group of the main replica writes.
 
         Raises:
             CheckpointError: an outline is that of no state.
@@ -178,7 +201,9 @@ class StateStream:
             return
         begin = int(outline.data.storage_offset()) - place.first
         leading = (1,) * outline.prepend_axis_num
-        for first, last in self._sources[place.source].kept(place.buffer, begin, begin + outline.data.numel()):
+        for first, last in self._sources[place.source].kept(
+            place.buffer, begin, begin + outline.data.numel()
+        ):
             address = place.first + first
             for box in boxes(outline.local_shape, first - begin, last - begin):
                 shape = (*leading, *shape_of(box))
@@ -196,8 +221,8 @@ class StateStream:
                 address += count
 
     def values(self, tensors: Sequence[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """What is to be written, with its values on the host: one tensor at a time. One that had no memory loses it again when the next
-        one is asked for.
+        """What is to be written, with its values on the host: one tensor at a time. One that had no memory
+        loses it again when the next one is asked for.
 
         Raises:
             CheckpointError: an outline is that of no state.
@@ -223,8 +248,8 @@ class StateStream:
         self._sources[place.source].copy(place.buffer, place.state, first, target.view(-1))
 
     def fill(self, outlines: Sequence[ShardedTensor], checkpoint: TorchDistCheckpoint) -> None:
-        """Read what this rank keeps of the outlined tensors to where it is kept. Positions that the checkpoint does not have, which padding
-        of a vocabulary has, become zero.
+        """Read what this rank keeps of the outlined tensors to where it is kept. Positions that the
+        checkpoint does not have, which padding of a vocabulary has, become zero.
 
         Raises:
             CheckpointError: a tensor of the checkpoint has another shape.
@@ -234,43 +259,68 @@ class StateStream:
             place = self._place_of(outline.data)
             begin = int(outline.data.storage_offset()) - place.first
             read = functools.partial(_read, outline, begin, checkpoint)
-            self._sources[place.source].fill(place.buffer, place.state, begin, begin + outline.data.numel(), read)
+            self._sources[place.source].fill(
+                place.buffer, place.state, begin, begin + outline.data.numel(), read
+            )
 
     def _place_of(self, tensor: torch.Tensor) -> _Place:
         ours = tensor.untyped_storage()._cdata == self._addresses.untyped_storage()._cdata
         if not ours or not tensor.is_contiguous():
-            raise CheckpointError(f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a defect of megarl")
+            raise CheckpointError(
+                f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a "
+                "defect of megarl"
+            )
         # The last place that begins at or before the address.
-        return self._places[bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1]
+        return self._places[
+            bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1
+        ]
 
 
 def _is_of_main_group(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica is the main one but for its place in its data-parallel group, which Megatron-Core has last."""
+    """Whether a replica is the main one but for its place in its data-parallel group, which Megatron-Core has
+    last."""
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
-def _read(outline: ShardedTensor, begin: int, checkpoint: TorchDistCheckpoint, first: int, last: int, values: torch.Tensor) -> None:
-    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, as the checkpoint has them."""
+def _read(
+    outline: ShardedTensor,
+    begin: int,
+    checkpoint: TorchDistCheckpoint,
+    first: int,
+    last: int,
+    values: torch.Tensor,
+) -> None:
+    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, as the
+    checkpoint has them."""
     key, stored = outline.key, checkpoint.shape(outline.key)
     if tuple(outline.global_shape) != stored and not outline.allow_shape_mismatch:
-        raise CheckpointError(f"{key} has shape {list(stored)} in {checkpoint.directory}, and {list(outline.global_shape)} in this model")
+        raise CheckpointError(
+            f"{key} has shape {list(stored)} in {checkpoint.directory}, and {list(outline.global_shape)} in "
+            "this model"
+        )
     leading = tuple((offset, offset + 1) for offset in outline.global_offset[: outline.prepend_axis_num])
     origin = outline.global_offset[outline.prepend_axis_num :]
     for box in boxes(outline.local_shape, first - begin, last - begin):
         count = math.prod(shape_of(box))
         target, values = values[:count], values[count:]
-        wanted = (*leading, *((start + offset, stop + offset) for (start, stop), offset in zip(box, origin, strict=True)))
+        wanted = (
+            *leading,
+            *((start + offset, stop + offset) for (start, stop), offset in zip(box, origin, strict=True)),
+        )
         there = intersection(wanted, whole(stored))
         if there != wanted:
             target.zero_()
         if there is not None:
             inside = relative(there, [start for start, _ in wanted])
-            stored_part = read_again(functools.partial(checkpoint.read, key, there), f"{key} of {checkpoint.directory}")
+            stored_part = read_again(
+                functools.partial(checkpoint.read, key, there), f"{key} of {checkpoint.directory}"
+            )
             part(target.view(shape_of(wanted)), inside).copy_(stored_part)
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a storage that has no others, which would be saved as well. Contiguous host memory is not copied."""
+    """The same values in a storage that has no others, which would be saved as well. Contiguous host memory
+    is not copied."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -283,7 +333,8 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that, one behind the other, are the elements from ``start`` to ``stop`` of a tensor in row-major order."""
+    """The boxes that, one behind the other, are the elements from ``start`` to ``stop`` of a tensor in
+    row-major order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -301,8 +352,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class StreamedLoad(TorchDistLoadShardedStrategy):
-    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are, and makes outlines of what is read to where it belongs,
-    so that nothing puts that together in other memory once more.
+    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are, and makes outlines of what
+    is read to where it belongs, so that nothing puts that together in other memory once more.
 
     Args:
         held: addresses of the memory that tensors belong in.
@@ -316,10 +367,17 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
         self._held = held
         self.outlines: list[ShardedTensor] = []
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any) -> dict[str, Any]:
-        """As Megatron-Core's; tensors of the meta device stay such, and what is read into ``held`` memory becomes such."""
-        outlined, plain = extract_matching_values(sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta)
-        loaded: dict[str, Any] = dict_list_map_inplace(self._without_memory, super().load(plain, checkpoint_dir, *arguments))
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any
+    ) -> dict[str, Any]:
+        """As Megatron-Core's; tensors of the meta device stay such, and what is read into ``held`` memory
+        becomes such."""
+        outlined, plain = extract_matching_values(
+            sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
+        )
+        loaded: dict[str, Any] = dict_list_map_inplace(
+            self._without_memory, super().load(plain, checkpoint_dir, *arguments)
+        )
         merge(loaded, dict_list_map_inplace(self._left_as_it_is, outlined))
         return loaded
 

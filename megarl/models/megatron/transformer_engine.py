@@ -1,8 +1,10 @@
-"""Transformer Engine: whether this process can use it, found out by importing it and not by looking for its files.
+"""Transformer Engine: whether this process can use it, found out by importing it and not by looking for its
+files.
 
-Megatron-Core tries to import it and takes an ImportError for its absence. Every other error ends the import of Megatron-Core, and with it
-the worker: a package without its half for torch raises RuntimeError, and a library that was built for another torch or another CUDA raises
-OSError. So ``find`` is called before Megatron-Core is imported, and what cannot be used here is hidden from all imports that follow.
+Megatron-Core tries to import it and takes an ImportError for its absence. Every other error ends the import
+of Megatron-Core, and with it the worker: a package without its half for torch raises RuntimeError, and a
+library that was built for another torch or another CUDA raises OSError. So ``find`` is called before
+Megatron-Core is imported, and what cannot be used here is hidden from all imports that follow.
 """
 
 from __future__ import annotations
@@ -73,9 +75,11 @@ def _told(what: str, error: Exception) -> str:
 
 @cache
 def try_it() -> Finding:
-    """As ``find``, and where it was imported, one small layer runs forward and backward on the device of this process.
+    """As ``find``, and where it was imported, one small layer runs forward and backward on the device of this
+    process.
 
-    Libraries that load may still not fit the device or its driver. No random number of this process is used up.
+    Libraries that load may still not fit the device or its driver. No random number of this process is used
+    up.
     """
     finding = find()
     if finding.reason is not None:
@@ -94,8 +98,9 @@ def try_it() -> Finding:
 
 
 def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks with other layers than their neighbours
-    wait for sums that those do not make. A collective over the world, where there is one, unless the configuration says no.
+    """Whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks with
+    other layers than their neighbours wait for sums that those do not make. A collective over the world,
+    where there is one, unless the configuration says no.
 
     Args:
         policy: the policy configuration, filled in.
@@ -112,7 +117,10 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
     if on_all:
         return True
     if wanted is True:
-        fix = "megarl doctor (shows what is wrong), bash launch/gpu_environment.sh (installs a set that fits), or write auto or false"
+        fix = (
+            "megarl doctor (shows what is wrong), bash launch/gpu_environment.sh (installs a set that "
+            "fits), or write auto or false"
+        )
         reason = finding.reason or "it works on this rank and not on another, whose error says why"
         raise ConfigError([Violation(KEY, True, f"Transformer Engine cannot be used: {reason}", fix)])
     if finding.is_fault or (on_any and finding.reason is not None):
@@ -124,7 +132,8 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Return whether a model trains faster without Transformer Engine, as far as that was measured: dense in
     bfloat16, at 0.61 of the rate of matrix products against 0.57 (1.5 billion parameters on an H200,
-    ``benchmarks/results/gpu``). Nothing else was measured. Adapters stand beside the portable layers alone."""
+    ``benchmarks/results/gpu``). Nothing else was measured. Adapters stand beside the portable layers
+    alone."""
     if adapters_of(policy) is not None:
         return True
     return policy["precision"] == "bfloat16" and not has_experts

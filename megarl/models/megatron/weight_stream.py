@@ -1,8 +1,10 @@
-"""The weights of a divided model as full Hugging Face tensors, in one order whatever the layout: the stream of exports and refits.
+"""The weights of a divided model as full Hugging Face tensors, in one order whatever the layout: the stream
+of exports and refits.
 
-Where each parameter stands is found out once. After that no names or shapes travel: parameters that neighbour in the order and on the
-ranks are gathered together in buckets, and while one bucket is taken apart the next is on its way. A mixture of many experts has tens of
-thousands of tensors; Python for each of them would take longer than the copies, so there is a call for each at the most.
+Where each parameter stands is found out once. After that no names or shapes travel: parameters that neighbour
+in the order and on the ranks are gathered together in buckets, and while one bucket is taken apart the next
+is on its way. A mixture of many experts has tens of thousands of tensors; Python for each of them would take
+longer than the copies, so there is a call for each at the most.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.mapping.shards import join
 from converters.model_config.architecture import Architecture
 from megarl.errors import StateError
-from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan, in_buckets
+from megarl.models.engine.gather_stream import (
+    FullTensor,
+    GatherStream,
+    InFlightBucket,
+    SpareMemory,
+    UnshardPlan,
+    in_buckets,
+)
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
@@ -53,8 +62,8 @@ def assembly_of(
         ranks: that have shards.
         architecture: the model.
         slices: that are wanted, by name; of the other tensors everything.
-        begins: of each parameter the element at which the shard of a rank begins, by rank; only of shards that are there. By default all
-            are, those of one rank one after the other, rank after rank.
+        begins: of each parameter the element at which the shard of a rank begins, by rank; only of shards
+            that are there. By default all are, those of one rank one after the other, rank after rank.
 
     Raises:
         ConversionError: the shards do not have the shapes that the architecture asks for.
@@ -81,12 +90,19 @@ def _tensors(
         shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
         for number, part in enumerate(rule.parts):
             where = slices.get(part.name)
-            copies = (copy for rank, begin in shards for copy in _copies(layouts[rank], number, part.shape, begin, where))
-            yield FullTensor(part.name, part.shape if where is None else where.shape_of(part.shape), tuple(copies))
+            copies = (
+                copy
+                for rank, begin in shards
+                for copy in _copies(layouts[rank], number, part.shape, begin, where)
+            )
+            yield FullTensor(
+                part.name, part.shape if where is None else where.shape_of(part.shape), tuple(copies)
+            )
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
-    """Whether every rank has, in its own shard of a parameter, all that the engine's rank beside it reads of it.
+    """Whether every rank has, in its own shard of a parameter, all that the engine's rank beside it reads of
+    it.
 
     Args:
         rule: of the parameter.
@@ -126,7 +142,13 @@ class Beside(NamedTuple):
     engine: int
 
 
-def reach_of(rule: Rule, owner: int, layouts: Sequence[ShardLayout], wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
+def reach_of(
+    rule: Rule,
+    owner: int,
+    layouts: Sequence[ShardLayout],
+    wanted: Sequence[Slices],
+    everybody: Collection[Beside],
+) -> Reach:
     """How far the shards of a parameter travel where each rank is to have what is read beside it.
 
     Args:
@@ -146,16 +168,22 @@ def reach_of(rule: Rule, owner: int, layouts: Sequence[ShardLayout], wanted: Seq
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
-    """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not overlap."""
+    """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
+    overlap."""
     if where is not None and not where.length:
         return True
-    start, stop = (where.start, where.stop) if where is not None and where.dim == layout.axis else (0, whole[layout.axis])
+    start, stop = (
+        (where.start, where.stop)
+        if where is not None and where.dim == layout.axis
+        else (0, whole[layout.axis])
+    )
     found = (min(span.stop, stop) - max(span.start, start) for span in layout.spans if span.part == number)
     return sum(count for count in found if count > 0) == stop - start
 
 
 def layouts_of(rule: Rule, ranks: int, padded_vocab: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of a parameter's shards, by rank; ``padded_vocab`` are the rows of the padded embedding over all ranks."""
+    """Return the layouts of a parameter's shards, by rank; ``padded_vocab`` are the rows of the padded
+    embedding over all ranks."""
     return [shard_layout(rule, architecture.head_dim, rank, ranks, padded_vocab) for rank in range(ranks)]
 
 
@@ -165,28 +193,37 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
     for rank, layout in enumerate(layouts):
         if layout.shape != shape:
             raise ConversionError(
-                f"{rule.megatron_name}: the shard of rank {rank} is {list(shape)}, expected {list(layout.shape)}",
+                f"{rule.megatron_name}: the shard of rank {rank} is {list(shape)}, expected "
+                f"{list(layout.shape)}",
                 "build the model from the architecture that its weights are exported for",
             )
     return layouts
 
 
-def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None) -> Iterator[Copy]:
-    """Return what of part ``number``, of shape ``whole``, or of a slice of it lies in one shard that begins at ``begin``.
+def _copies(
+    layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None
+) -> Iterator[Copy]:
+    """Return what of part ``number``, of shape ``whole``, or of a slice of it lies in one shard that begins
+    at ``begin``.
 
     Shard and slice are seen as matrices, whose columns are all dimensions but the first.
     """
     wanted = [range(whole[0]), range(math.prod(whole[1:]))]
     if where is not None:
         if where.dim and len(whole) > 2:
-            raise ConversionError(f"a slice of dimension {where.dim} of a weight of shape {list(whole)}", "report the model")
+            raise ConversionError(
+                f"a slice of dimension {where.dim} of a weight of shape {list(whole)}", "report the model"
+            )
         wanted[where.dim] = range(where.start, where.stop)
     width, position = math.prod(layout.shape[1:]), 0
     for span in layout.spans:
         if span.part == number:
             here = [range(whole[0]), range(width)]
             here[layout.axis] = range(span.start, span.stop)
-            both = [range(max(one.start, other.start), min(one.stop, other.stop)) for one, other in zip(here, wanted, strict=True)]
+            both = [
+                range(max(one.start, other.start), min(one.stop, other.stop))
+                for one, other in zip(here, wanted, strict=True)
+            ]
             # the spans before it lie before it
             first = [common.start - own.start for common, own in zip(both, here, strict=True)]
             first[layout.axis] += position
@@ -202,7 +239,8 @@ def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a rank's shard of it."""
+    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a
+    rank's shard of it."""
 
     rule: Rule
     stage: int
@@ -220,16 +258,16 @@ class _Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-# A parameter and those that are gathered together with it, whatever is read of them: none, or as many experts of each rank that experts are
-# divided over
+# A parameter and those that are gathered together with it, whatever is read of them: none, or as many experts
+# of each rank that experts are divided over
 _Unit = tuple[_Entry, ...]
 
 
 class _Bucket:
     """Neighbouring parameters of one pipeline stage and dtype whose shards travel equally far.
 
-    Shards lie in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one rank that has them, or of this
-    rank alone.
+    Shards lie in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
+    rank that has them, or of this rank alone.
 
     Args:
         entries: the parameters.
@@ -268,19 +306,32 @@ class _Bucket:
             else:
                 self.group = experts.tensor_and_model
         self.rows = len(owners) * len(shard_ranks)
-        # the row of a rank whose experts are not among these is that of the same shard of the one rank that has them
-        self.row = (owners.index(own) if own in owners else 0) * len(shard_ranks) + shard_ranks.index(cut.tensor_rank)
+        # the row of a rank whose experts are not among these is that of the same shard of the one rank that
+        # has them
+        self.row = (owners.index(own) if own in owners else 0) * len(shard_ranks) + shard_ranks.index(
+            cut.tensor_rank
+        )
         self.names = [entry.name for entry in entries if entry.owner == own]
-        [self.length] = {sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners}
+        [self.length] = {
+            sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners
+        }
         # element at which the next shard of an owner begins in the first of its rows
         coming = {owner: index * len(shard_ranks) * self.length for index, owner in enumerate(owners)}
         begins: list[dict[int, int]] = []
         for entry in entries:
-            begins.append({rank: coming[entry.owner] + row * self.length for row, rank in enumerate(shard_ranks) if entry.owner in coming})
+            begins.append(
+                {
+                    rank: coming[entry.owner] + row * self.length
+                    for row, rank in enumerate(shard_ranks)
+                    if entry.owner in coming
+                }
+            )
             if entry.owner in coming:
                 coming[entry.owner] += entry.shape.numel()
         rules, shapes = [entry.rule for entry in entries], [entry.shape for entry in entries]
-        self.unshard_plan = assembly_of(rules, shapes, cut.tensor_size, architecture, slices=slices, begins=begins)
+        self.unshard_plan = assembly_of(
+            rules, shapes, cut.tensor_size, architecture, slices=slices, begins=begins
+        )
 
 
 @torch.no_grad()
@@ -305,7 +356,9 @@ def _set_out(
     device = held[next(iter(held))].device
     # Memory of an earlier bucket where there is one: new pages would be cleared by the kernel for every
     # bucket.
-    shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(bucket.rows, bucket.length)
+    shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(
+        bucket.rows, bucket.length
+    )
     pending: dist.Work | None = None
     # a rank may have none of the experts of a bucket that go nowhere
     if bucket.length and groups.pipeline_rank == bucket.first.stage:
@@ -315,10 +368,16 @@ def _set_out(
             # torch.cat resizes an output of another size instead of failing
             if len(own) != bucket.length:
                 raise StateError(
-                    f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has changed its shape: make a new policy"
+                    f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has "
+                    "changed its shape: make a new policy"
                 )
         if bucket.source is not None:
-            pending = dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.source), group=experts.model, async_op=True)
+            pending = dist.broadcast(
+                own,
+                src=dist.get_global_rank(experts.model, bucket.source),
+                group=experts.model,
+                async_op=True,
+            )
         if bucket.group is not None:
             if pending is not None:
                 pending.wait()
@@ -339,7 +398,8 @@ class WeightStream:
         architecture: the model.
         groups, experts: the process groups.
         bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
-        exported: makes of this rank's shards those that are sent; what it gives may compute a shard when it is asked for.
+        exported: makes of this rank's shards those that are sent; what it gives may compute a shard when it
+            is asked for.
     """
 
     def __init__(
@@ -365,87 +425,121 @@ class WeightStream:
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules. Of a
-        layer whose experts are divided over ranks and take more than a bucket, as many experts of each rank come together.
+        """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order
+        of the mapping rules. Of a layer whose experts are divided over ranks and take more than a bucket, as
+        many experts of each rank come together.
 
-        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
-        as long as one of them is kept. Memory beyond the model is at most five buckets of ``bucket_bytes`` (or of the largest
-        parameter); a family that stores all experts of a layer together adds those.
+        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one
+        storage, which is there for as long as one of them is kept. Memory beyond the model is at most five
+        buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores all experts of a layer
+        together adds those.
         """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """From now on give in ``sliced`` what the engine's rank beside each rank reads. Collective, after one pass through the weights.
+        """From now on give in ``sliced`` what the engine's rank beside each rank reads. Collective, after one
+        pass through the weights.
 
-        A weight of which each rank has in its own shard what is read beside it is not gathered, and an expert of which nothing is read
-        beside the ranks that do not have it stays where it is. Others are gathered, and cut.
+        A weight of which each rank has in its own shard what is read beside it is not gathered, and an expert
+        of which nothing is read beside the ranks that do not have it stays where it is. Others are gathered,
+        and cut.
 
         Args:
             wanted: what each rank of an engine reads.
             beside: the engine's rank that reads here; -1 for none.
 
         Returns:
-            What is read here of all weights of which an engine's rank does not read all: the same names on all ranks. None of them where an
-            engine's rank reads beside some ranks only.
+            What is read here of all weights of which an engine's rank does not read all: the same names on
+            all ranks. None of them where an engine's rank reads beside some ranks only.
         """
         if self._buckets is None:
-            raise StateError("slices are chosen once the weights were gone through: take the refit info first")
+            raise StateError(
+                "slices are chosen once the weights were gone through: take the refit info first"
+            )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, here)
         if any(one.engine < 0 for one in everybody):
             return {}
-        shapes = {place.name: place.shape for part in hf_tensors(self._architecture) for place in part.places[:1]}
+        shapes = {
+            place.name: place.shape for part in hf_tensors(self._architecture) for place in part.places[:1]
+        }
         # the copies out of shards see a weight as a matrix
         names = {name for slices in wanted for name in slices}
-        names -= {name for slices in wanted for name, where in slices.items() if where.dim and len(shapes[name]) > 2}
+        names -= {
+            name for slices in wanted for name, where in slices.items() if where.dim and len(shapes[name]) > 2
+        }
         wanted = [{name: where for name, where in slices.items() if name in names} for slices in wanted]
         self._slices = {name: wanted[beside].get(name, Slice.all_of(shapes[name])) for name in names}
-        self._sliced = self._in_buckets([(unit, self._reach(unit, wanted, set(everybody))) for unit in self._units], self._slices)
+        self._sliced = self._in_buckets(
+            [(unit, self._reach(unit, wanted, set(everybody))) for unit in self._units], self._slices
+        )
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
         """How far the shards of parameters travel that travel together."""
         ranks = self._cut(unit[0]).tensor_size
         layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
-        return max(reach_of(entry.rule, entry.owner, own, wanted, everybody) for entry, own in zip(unit, layouts, strict=True))
+        return max(
+            reach_of(entry.rule, entry.owner, own, wanted, everybody)
+            for entry, own in zip(unit, layouts, strict=True)
+        )
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's rank beside this one reads, in the order of all weights: slices of those that were agreed on, and the others
-        whole. Collective."""
-        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices)
+        """What the engine's rank beside this one reads, in the order of all weights: slices of those that
+        were agreed on, and the others whole. Collective."""
+        return self._joined(
+            GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
+        )
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
-        for the first time, when all ranks have to come."""
+        """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the
+        ranks of the stage alone, but for the first time, when all ranks have to come."""
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
-    def _joined(self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors with those that a family stores inside others put into these, and of these the slices."""
+    def _joined(
+        self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the tensors with those that a family stores inside others put into these, and of these the
+        slices."""
         if self._all_alone:
             return gather_stream
         alone = {part.name for part in hf_tensors(self._architecture) if part.alone}
         stored = {name: where for name, where in slices.items() if name not in alone}
         joined = join(gather_stream, self._architecture)
-        return ((name, stored[name].of(tensor).contiguous() if name in stored else tensor) for name, tensor in joined)
+        return (
+            (name, stored[name].of(tensor).contiguous() if name in stored else tensor)
+            for name, tensor in joined
+        )
 
     def names_by_stage(self) -> list[list[str]]:
-        """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
+        """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has
+        them. Local.
 
         Raises:
             StateError: there is no plan before the weights were gone through once.
         """
         if self._buckets is None:
-            raise StateError("the names of all stages are known once the weights were gone through: take the refit info first")
-        return [[name for name, _ in join(self._without_memory(stage), self._architecture)] for stage in range(self._groups.pipeline_size)]
+            raise StateError(
+                "the names of all stages are known once the weights were gone through: take the refit info "
+                "first"
+            )
+        return [
+            [name for name, _ in join(self._without_memory(stage), self._architecture)]
+            for stage in range(self._groups.pipeline_size)
+        ]
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Return what a stage exports, as tensors of names and shapes alone."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
-                yield from bucket.unshard_plan.tensors(torch.empty(bucket.rows, bucket.length, dtype=bucket.first.dtype, device="meta"))
+                yield from bucket.unshard_plan.tensors(
+                    torch.empty(bucket.rows, bucket.length, dtype=bucket.first.dtype, device="meta")
+                )
 
-    def _arrivals(self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False) -> Iterator[InFlightBucket]:
+    def _arrivals(
+        self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False
+    ) -> Iterator[InFlightBucket]:
         """The buckets one after another, each set out when it is asked for."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
@@ -456,35 +550,51 @@ class WeightStream:
             self._buckets = self._plan(held)
         held = self._exported(held)
         chosen = self._sliced if sliced else self._buckets
-        buckets = (bucket for bucket in chosen if everywhere or bucket.first.stage == self._groups.pipeline_rank)
+        buckets = (
+            bucket for bucket in chosen if everywhere or bucket.first.stage == self._groups.pipeline_rank
+        )
         for bucket in buckets:
             yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
-        """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and shapes."""
+        """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and
+        shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages: list[Any] = [listing]
         if self._groups.pipeline_size > 1:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
-        alike = itertools.groupby(entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype))
-        self._units = list(itertools.chain.from_iterable(self._units_of(list(neighbours)) for _, neighbours in alike))
+        alike = itertools.groupby(
+            entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
+        )
+        self._units = list(
+            itertools.chain.from_iterable(self._units_of(list(neighbours)) for _, neighbours in alike)
+        )
         return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
 
     def _units_of(self, entries: Sequence[_Entry]) -> Iterator[_Unit]:
-        """Split neighbours into what is gathered together. Where experts are divided over ranks these are rounds of as many experts of each
-        rank, which one all-gather brings; where a single one of each rank takes more than a bucket, each comes by itself."""
+        """Split neighbours into what is gathered together. Where experts are divided over ranks these are
+        rounds of as many experts of each rank, which one all-gather brings; where a single one of each rank
+        takes more than a bucket, each comes by itself."""
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
-                rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append((place, entry))
-        sizes = [sum(entry.nbytes for _, entry in alike) * self._experts.tensor_size for alike in rounds.values()]
+                rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
+                    (place, entry)
+                )
+        sizes = [
+            sum(entry.nbytes for _, entry in alike) * self._experts.tensor_size for alike in rounds.values()
+        ]
         if not rounds or max(sizes) > self._bucket_bytes:
             yield from ((entry,) for entry in entries)
             return
-        for several in in_buckets(zip(rounds.values(), sizes, strict=True), operator.itemgetter(1), self._bucket_bytes):
-            places = sorted(itertools.chain.from_iterable(alike for alike, _ in several), key=operator.itemgetter(0))
+        for several in in_buckets(
+            zip(rounds.values(), sizes, strict=True), operator.itemgetter(1), self._bucket_bytes
+        ):
+            places = sorted(
+                itertools.chain.from_iterable(alike for alike, _ in several), key=operator.itemgetter(0)
+            )
             yield tuple(entry for _, entry in places)
 
     def _in_buckets(self, units: Sequence[tuple[_Unit, Reach]], slices: Slices) -> list[_Bucket]:
@@ -494,11 +604,14 @@ class WeightStream:
             experts = self._experts if of_experts else None
             for several in in_buckets(run, lambda one: self._bytes_in_stream(*one), self._bucket_bytes):
                 entries = [entry for unit, _ in several for entry in unit]
-                found.append(_Bucket(entries, reach, experts, self._cut(entries[0]), self._architecture, slices))
+                found.append(
+                    _Bucket(entries, reach, experts, self._cut(entries[0]), self._architecture, slices)
+                )
         return found
 
     def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
-        """What neighbours have in common that come together; of those that all take from one rank that has them, also that rank."""
+        """What neighbours have in common that come together; of those that all take from one rank that has
+        them, also that rank."""
         owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
         return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
 
@@ -516,7 +629,8 @@ class WeightStream:
         return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
-        """Return where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""
+        """Return where a parameter stands. An expert that another rank holds has the shape of this rank's
+        expert in its place."""
         name, owner = rule.megatron_name, 0
         if is_expert(name):
             owner = expert_index(name) // self._share

@@ -1,6 +1,8 @@
-"""Batch plan: which row goes to which data-parallel replica and micro-batch, and back, planned on the driver from lengths alone.
+"""Batch plan: which row goes to which data-parallel replica and micro-batch, and back, planned on the driver
+from lengths alone.
 
-The plan gives every replica the same number of micro-batches, so that collectives inside a forward pass (FSDP, expert parallelism) meet.
+The plan gives every replica the same number of micro-batches, so that collectives inside a forward pass
+(FSDP, expert parallelism) meet.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ DEFAULT_HIDDEN_SIZE = 2048
 
 
 STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask", "response_tokens"))
-"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and what normalisers count. All else is
-the loss's, which the last stage computes."""
+"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and what normalisers
+count. All else is the loss's, which the last stage computes."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,15 @@ def shard_batch(
     rows_together: int = 1,
     hidden_size: int = DEFAULT_HIDDEN_SIZE,
 ) -> ShardedBatch:
-    """Deal a batch to data-parallel replicas, as ``policy.sequence_packing`` or ``policy.dynamic_batching`` asks, otherwise evenly.
+    """Deal a batch to data-parallel replicas, as ``policy.sequence_packing`` or ``policy.dynamic_batching``
+    asks, otherwise evenly.
 
     Args:
         data: ``input_ids`` [B, S], ``input_lengths`` [B] and any other columns.
         policy: the policy configuration.
         replicas: data-parallel replicas.
-        phase: which token budget counts. For log-probabilities any number of rows is legal: copies of the last row fill up.
+        phase: which token budget counts. For log-probabilities any number of rows is legal: copies of the
+            last row fill up.
         global_batch: rows of an optimizer step; None takes all rows as one.
         rows_together: consecutive rows that stay in one micro-batch (2 for preference pairs).
         hidden_size: of the model; balances attention against matrix multiplications.
@@ -103,7 +107,9 @@ def shard_batch(
         packing_args = _packing_args(packing, policy, phase, rows_together, hidden_size)
     elif dynamic and dynamic["enabled"]:
         dynamic_args = _dynamic_args(dynamic, policy, phase, rows_together)
-    dealt = data.deal(replicas, global_batch, dynamic_batching_args=dynamic_args, sequence_packing_args=packing_args)
+    dealt = data.deal(
+        replicas, global_batch, dynamic_batching_args=dynamic_args, sequence_packing_args=packing_args
+    )
     return ShardedBatch(dealt, rows)
 
 
@@ -113,14 +119,21 @@ def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """Return what sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal parts."""
+    """Return what sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal
+    parts."""
     backend = enabled_backend(policy)
     if backend == "megatron":
         megatron = policy["megatron_cfg"]
-        return sequence_share(megatron["tensor_model_parallel_size"], megatron["context_parallel_size"], megatron["sequence_parallel"])
+        return sequence_share(
+            megatron["tensor_model_parallel_size"],
+            megatron["context_parallel_size"],
+            megatron["sequence_parallel"],
+        )
     if backend == "dtensor":
         dtensor = policy["dtensor_cfg"]
-        return sequence_share(dtensor["tensor_parallel_size"], dtensor["context_parallel_size"], dtensor["sequence_parallel"])
+        return sequence_share(
+            dtensor["tensor_parallel_size"], dtensor["context_parallel_size"], dtensor["sequence_parallel"]
+        )
     return 1
 
 
@@ -128,7 +141,9 @@ def _packing_args(
     packing: SequencePackingConfig, policy: PolicyConfig, phase: Phase, rows_together: int, hidden_size: int
 ) -> SequencePackingArgs:
     return {
-        "max_tokens_per_microbatch": packing["train_mb_tokens"] if phase == "train" else packing["logprob_mb_tokens"],
+        "max_tokens_per_microbatch": packing["train_mb_tokens"]
+        if phase == "train"
+        else packing["logprob_mb_tokens"],
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "algorithm": packing.get("algorithm") or DEFAULT_PACKING_ALGORITHM.value,
@@ -138,10 +153,14 @@ def _packing_args(
     }
 
 
-def _dynamic_args(dynamic: DynamicBatchingConfig, policy: PolicyConfig, phase: Phase, rows_together: int) -> DynamicBatchingArgs:
+def _dynamic_args(
+    dynamic: DynamicBatchingConfig, policy: PolicyConfig, phase: Phase, rows_together: int
+) -> DynamicBatchingArgs:
     multiple = math.lcm(sequence_multiple(policy), policy.get("make_sequence_length_divisible_by") or 1)
     return {
-        "max_tokens_per_microbatch": dynamic["train_mb_tokens"] if phase == "train" else dynamic["logprob_mb_tokens"],
+        "max_tokens_per_microbatch": dynamic["train_mb_tokens"]
+        if phase == "train"
+        else dynamic["logprob_mb_tokens"],
         "sequence_length_round": math.lcm(dynamic.get("sequence_length_round") or DEFAULT_ROUND, multiple),
         "width_multiple": multiple,
         "input_key": "input_ids",

@@ -1,4 +1,5 @@
-"""DTensorPolicyWorker: one rank of a policy on DTensor and FSDP2. A plain class: Ray makes an actor of it, torchrun uses it as it is."""
+"""DTensorPolicyWorker: one rank of a policy on DTensor and FSDP2. A plain class: Ray makes an actor of it,
+torchrun uses it as it is."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from megarl.models.huggingface.mover import move_buffers, move_model
 
 @contextlib.contextmanager
 def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the parameters of all modules that ``fully_shard`` divided are gathered; afterwards they are divided again. A collective."""
+    """Inside, the parameters of all modules that ``fully_shard`` divided are gathered; afterwards they are
+    divided again. A collective."""
     try:
         for module in sharded_modules(model):
             module.unshard()
@@ -34,7 +36,9 @@ def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-def get_cpu_state_dict(state_generator: Iterable[tuple[str, torch.Tensor]], pin_memory: bool = False) -> dict[str, torch.Tensor]:
+def get_cpu_state_dict(
+    state_generator: Iterable[tuple[str, torch.Tensor]], pin_memory: bool = False
+) -> dict[str, torch.Tensor]:
     """Copies of tensors in host memory, of divided ones this rank's piece.
 
     Args:
@@ -56,13 +60,17 @@ class DTensorPolicyWorker(EngineWorker):
     backend: DTensorBackend
 
     @staticmethod
-    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
+    def make_backend(
+        config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
+    ) -> DTensorBackend:
         """See ``EngineWorker``."""
         return DTensorBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     # generation
 
-    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
+    def generate(
+        self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None
+    ) -> BatchedDataDict[Any]:
         """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
         self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
@@ -86,21 +94,24 @@ class DTensorPolicyWorker(EngineWorker):
             cp_buffers: changed in place.
             cp_seq_dims: the sequence dimension of each buffer.
             cp_no_restore_buffers: buffers that need not get their whole content back.
-            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same, or ``alltoall``: ring attention.
+            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same, or
+                ``alltoall``: ring attention.
 
         Raises:
             ConfigError: another rotate method.
         """
         if cp_rotate_method not in ROTATE_METHODS:
             raise ConfigError(
-                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather or alltoall; write one or None"
+                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather or "
+                "alltoall; write one or None"
             )
         return context_parallel(cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method)
 
     @staticmethod
     @contextlib.contextmanager
     def train_context(cp_context: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Enter ``cp_context`` around forward and backward pass. No attention kernel has to be switched off for it."""
+        """Enter ``cp_context`` around forward and backward pass. No attention kernel has to be switched off
+        for it."""
         with cp_context or contextlib.nullcontext():
             yield
 
@@ -127,9 +138,11 @@ class DTensorPolicyWorker(EngineWorker):
         return self.move_to_device(model, "cpu")
 
     def return_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, DTensors of this rank's piece that know the whole (``full_tensor()``); a tied weight is there once.
+        """The parameters by name, DTensors of this rank's piece that know the whole (``full_tensor()``); a
+        tied weight is there once.
 
-        Where the tensor-parallel ranks do not divide the vocabulary, embedding and output layer have rows of zeros behind it, which the
-        Hugging Face model does not take: cut them to its ``vocab_size``, or write the model with ``export_hf``, which has none.
+        Where the tensor-parallel ranks do not divide the vocabulary, embedding and output layer have rows of
+        zeros behind it, which the Hugging Face model does not take: cut them to its ``vocab_size``, or write
+        the model with ``export_hf``, which has none.
         """
         return self.backend.state_dict()

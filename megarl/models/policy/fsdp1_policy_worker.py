@@ -1,5 +1,5 @@
-"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. A plain class: Ray makes an actor of it, torchrun uses it
-as it is."""
+"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. A plain class: Ray makes an
+actor of it, torchrun uses it as it is."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from megarl.models.generation.interfaces import Sampling
 
 
 class FSDP1PolicyWorker(EngineWorker):
-    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of every layer."""
+    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of
+    every layer."""
 
     backend: FSDP1Backend
 
     @staticmethod
-    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
+    def make_backend(
+        config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
+    ) -> FSDP1Backend:
         """See ``EngineWorker``."""
         return FSDP1Backend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None
+    ) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
         self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
@@ -34,8 +39,8 @@ class FSDP1PolicyWorker(EngineWorker):
     # placement by hand
 
     def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to host memory and return it. Of the worker's own, the gradients go too; with ``fsdp_offload_enabled``, and on a
-        CPU, it is there already."""
+        """Move a model to host memory and return it. Of the worker's own, the gradients go too; with
+        ``fsdp_offload_enabled``, and on a CPU, it is there already."""
         if model is not self.model:
             return model.to("cpu")
         self.backend.move("gradients", "host")
@@ -43,7 +48,8 @@ class FSDP1PolicyWorker(EngineWorker):
         return model
 
     def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to this worker's device and return it. The worker's own stays where it is with ``fsdp_offload_enabled``."""
+        """Move a model to this worker's device and return it. The worker's own stays where it is with
+        ``fsdp_offload_enabled``."""
         if model is not self.model:
             return model.to(self.runtime.device)
         self.backend.move("parameters", "device")

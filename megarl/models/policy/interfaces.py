@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class LogprobOutputSpec(TypedDict):
-    """``logprobs``: float32 [B, S]; position i holds log p(token_i | tokens < i), column 0 is 0, padding is 0."""
+    """``logprobs``: float32 [B, S]; position i holds log p(token_i | tokens < i), column 0 is 0, padding is
+    0."""
 
     logprobs: torch.Tensor
 
@@ -29,11 +30,13 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """``topk_logits``: float32 [B, S, k], the largest first; position i holds those of the distribution of token i+1, as logarithms of
-    probabilities: logits less what makes their exponentials add up to 1 over the whole vocabulary. ``topk_indices``: int64 [B, S, k], their
-    tokens, of equally likely ones the lower first. Both are 0 where no token follows. ``logprobs``: as in ``LogprobOutputSpec``.
+    """``topk_logits``: float32 [B, S, k], the largest first; position i holds those of the distribution of
+    token i+1, as logarithms of probabilities: logits less what makes their exponentials add up to 1 over the
+    whole vocabulary. ``topk_indices``: int64 [B, S, k], their tokens, of equally likely ones the lower first.
+    Both are 0 where no token follows. ``logprobs``: as in ``LogprobOutputSpec``.
 
-    The log-softmax over the k is the same as of NeMo-RL's ``get_topk_logits``, which gives the logits as they are.
+    The log-softmax over the k is the same as of NeMo-RL's ``get_topk_logits``, which gives the logits as they
+    are.
     """
 
     topk_logits: torch.Tensor
@@ -42,7 +45,8 @@ class TopkLogitsOutputSpec(TypedDict):
 
 
 class ValueOutputSpec(TypedDict):
-    """``values``: float32 [B, S]; position i holds what a model that scores says at token i, from all tokens up to it; padding is 0."""
+    """``values``: float32 [B, S]; position i holds what a model that scores says at token i, from all tokens
+    up to it; padding is 0."""
 
     values: torch.Tensor
 
@@ -56,15 +60,18 @@ class ScoreOutputSpec(TypedDict):
 class PolicyInterface(ABC):
     """A language model that can be trained and asked for log-probabilities.
 
-    ``data`` holds ``input_ids`` int64 [B, S] (right-padded) and ``input_lengths`` int64 [B]; ``train`` also wants ``sample_mask``
-    float [B].
+    ``data`` holds ``input_ids`` int64 [B, S] (right-padded) and ``input_lengths`` int64 [B]; ``train`` also
+    wants ``sample_mask`` float [B].
     """
 
     @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False) -> BatchedDataDict[LogprobOutputSpec]:
+    def get_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
+    ) -> BatchedDataDict[LogprobOutputSpec]:
         """Log-probabilities of the tokens of ``data`` under the current weights, in the order of ``data``.
 
-        With ``skip_masked`` tokens whose ``token_mask`` [B, S] or ``sample_mask`` [B], where there is one, is 0 are not computed and are 0.
+        With ``skip_masked`` tokens whose ``token_mask`` [B, S] or ``sample_mask`` [B], where there is one, is
+        0 are not computed and are 0.
         """
 
     @abstractmethod
@@ -92,7 +99,8 @@ class PolicyInterface(ABC):
             mbs: micro-batch size in samples a rank; None takes the configuration's.
 
         Returns:
-            ``loss``: float tensor [number of global batches]; ``grad_norm``: None in ``eval_mode``; ``all_mb_metrics``: {name: list of
+            ``loss``: float tensor [number of global batches]; ``grad_norm``: None in ``eval_mode``;
+                ``all_mb_metrics``: {name: list of
             numbers}.
         """
 

@@ -1,4 +1,5 @@
-"""Policy: the driver's view of a policy that is spread over Ray actors. It checks, shards, calls and collects; it computes nothing."""
+"""Policy: the driver's view of a policy that is spread over Ray actors. It checks, shards, calls and
+collects; it computes nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ WORKERS = {
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
 DRIVER_FIRST_S = 60.0
-"""Seconds by which a collective outlasts the longest call: the driver, which sees all ranks, is the first to say who is late."""
+"""Seconds by which a collective outlasts the longest call: the driver, which sees all ranks, is the first to
+say who is late."""
 GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
 
@@ -91,8 +93,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         init_reference_model: keep the weights of ``model_name`` as the reference policy.
         seed: for the workers' random-number generators and, where a batch brings none, sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the workers and for each call, in seconds.
-        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``. No collective of the workers gives up before them.
-        check_collectives: compare every collective of a group of ranks before it begins, and name the ranks that differ; slow.
+        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``. No collective of the workers
+            gives up before them.
+        check_collectives: compare every collective of a group of ranks before it begins, and name the ranks
+            that differ; slow.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the cluster.
@@ -123,7 +127,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> None:
         config = validate_policy_config(config, cluster.world_size())
         if config["generation"] is not None and tokenizer is not None:
-            config["generation"] = configure_generation_config(config["generation"], tokenizer, model_name=config["model_name"])
+            config["generation"] = configure_generation_config(
+                config["generation"], tokenizer, model_name=config["model_name"]
+            )
         backend = enabled_backend(config)
         self.cfg = config
         self.tokenizer = tokenizer
@@ -145,7 +151,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             worker_sharding_annotations=self.sharding_annotations,
             pre_init_communication_queue=None,
             seed=seed,
-            collective_timeout_s=(call_timeout_s if deadlines is None else deadlines.longest_s) + DRIVER_FIRST_S,
+            collective_timeout_s=(call_timeout_s if deadlines is None else deadlines.longest_s)
+            + DRIVER_FIRST_S,
             check_collectives=check_collectives,
         )
         self.worker_group = RayWorkerGroup(
@@ -175,13 +182,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # log-probabilities
 
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False) -> BatchedDataDict[LogprobOutputSpec]:
+    def get_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
+    ) -> BatchedDataDict[LogprobOutputSpec]:
         return self._logprobs("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None, *, skip_masked: bool = False
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        *,
+        skip_masked: bool = False,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """As ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces ``logprob_batch_size``."""
+        """As ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces
+        ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
         return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
@@ -195,15 +209,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         skip_masked: bool = False,
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """The ``k`` most likely tokens behind each token of ``data``, in its order, and what ``get_logprobs`` gives, in one pass.
+        """The ``k`` most likely tokens behind each token of ``data``, in its order, and what ``get_logprobs``
+        gives, in one pass.
 
         Args:
             data: as for ``get_logprobs``.
             k: at most the vocabulary; ``policy.generation`` has to keep all tokens.
             micro_batch_size: replaces ``logprob_batch_size``.
             skip_masked: as for ``get_logprobs``; there is 0 where a token would follow whose mask is 0.
-            vocabulary_size: of a model that is to learn from them. Rows of the output layer from there on, which some models have more of
-                than others of one tokenizer, count as padding. None for all.
+            vocabulary_size: of a model that is to learn from them. Rows of the output layer from there on,
+                which some models have more of than others of one tokenizer, count as padding. None for all.
 
         Raises:
             BatchError: the batch cannot be used, or ``k`` is not between 1 and the vocabulary.
@@ -211,29 +226,49 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)
         if not 1 <= k <= size:
-            raise BatchError(f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give a number of these")
+            raise BatchError(
+                f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give "
+                "a number of these"
+            )
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
-        options = {"k": k, "micro_batch_size": rows, "skip_masked": skip_masked, "vocabulary_size": vocabulary_size}
+        options = {
+            "k": k,
+            "micro_batch_size": rows,
+            "skip_masked": skip_masked,
+            "vocabulary_size": vocabulary_size,
+        }
         return self._of_tokens("get_topk_logits", ("topk_logits", "topk_indices", "logprobs"), data, options)
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its order."""
+        """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its
+        order."""
         return self._logprobs("get_values", "values", data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
-        """The scores of the sequences of ``data``, in its order: what a model that scores says at the last token of each."""
+        """The scores of the sequences of ``data``, in its order: what a model that scores says at the last
+        token of each."""
         values = self.get_values(data)["values"]
-        return BatchedDataDict({"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)})
+        return BatchedDataDict(
+            {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
+        )
 
-    def _logprobs(self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
+    def _logprobs(
+        self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]
+    ) -> BatchedDataDict[Any]:
         return self._of_tokens(method, (key,), data, options)
 
-    def _of_tokens(self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]) -> BatchedDataDict[Any]:
+    def _of_tokens(
+        self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]
+    ) -> BatchedDataDict[Any]:
         skips = options.get("skip_masked", False)
         self._check(data, required=["token_mask"] if skips else [])
         masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths", *masks)})
-        sharded = shard_batch(needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size)
+        needed: BatchedDataDict[Any] = BatchedDataDict(
+            {name: data[name] for name in ("input_ids", "input_lengths", *masks)}
+        )
+        sharded = shard_batch(
+            needed, self.cfg, self.data_parallel_size, phase="logprob", hidden_size=self._hidden_size
+        )
         results = self._call_sharded(method, sharded.dealt, options)
         return BatchedDataDict({key: sharded.restore([result[key] for result in results]) for key in keys})
 
@@ -249,20 +284,28 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> dict[str, Any]:
         """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
-        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric, the values of all
-        micro-batches of all data-parallel replicas. ``skipped`` says which global batches no step was taken after, why, and in which rows
-        of ``data`` that was seen first. ``positions`` counts those that the forward passes computed, padding among them.
+        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric,
+        the values of all micro-batches of all data-parallel replicas. ``skipped`` says which global batches
+        no step was taken after, why, and in which rows of ``data`` that was seen first. ``positions`` counts
+        those that the forward passes computed, padding among them.
 
         Raises:
             ConfigError: ``loss_fn`` is not called as a loss is, for example one written for logits.
             BatchError: the batch cannot be trained on.
-            NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or ``policy.max_consecutive_skips`` does not
-                allow to go on; its ``skipped`` is as above.
+            NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or
+                ``policy.max_consecutive_skips`` does not allow to go on; its ``skipped`` is as above.
         """
         check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         scored = getattr(loss_fn, "scored_tokens", None)
-        self._check(data, required=["sample_mask", *(["token_mask"] if token_level else []), *([] if scored is None else [scored])])
+        self._check(
+            data,
+            required=[
+                "sample_mask",
+                *(["token_mask"] if token_level else []),
+                *([] if scored is None else [scored]),
+            ],
+        )
         if scored is not None:
             check_scored_tokens(data, scored, self._vocab_size)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
@@ -303,59 +346,84 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _check_batch_arithmetic(self, rows: int, global_batch: int, micro_batch: int, together: int) -> None:
         replicas = self.data_parallel_size
         if rows % global_batch:
-            raise BatchError(f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole global batches")
+            raise BatchError(
+                f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole "
+                "global batches"
+            )
         if global_batch % (replicas * together):
             kept = f" x {together} rows that stay together" if together > 1 else ""
             raise BatchError(
-                f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel replicas{kept}): choose a multiple"
+                f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel "
+                f"replicas{kept}): choose a multiple"
             )
         if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
             return
         if (global_batch // replicas) % micro_batch:
             raise BatchError(
-                f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples of a global batch "
+                f"micro-batch size ({micro_batch}) does not divide the {global_batch // replicas} samples "
+                "of a global batch "
                 "on one replica: "
                 "choose a divisor"
             )
         if micro_batch % together:
-            raise BatchError(f"micro-batch size ({micro_batch}) is not a multiple of the {together} rows that this loss reads together")
+            raise BatchError(
+                f"micro-batch size ({micro_batch}) is not a multiple of the {together} rows that this loss "
+                "reads together"
+            )
 
     # generation
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        *,
+        sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
-        ``truncated`` [B] bool comes on top of that API's keys: True where a length limit and not a stop ended the answer. Rows that
-        bring no ``sampling_seeds`` get one from this policy's seed and the number of generate calls before.
+        ``truncated`` [B] bool comes on top of that API's keys: True where a length limit and not a stop ended
+        the answer. Rows that bring no ``sampling_seeds`` get one from this policy's seed and the number of
+        generate calls before.
 
         Raises:
             BatchError: the prompts cannot be used.
         """
         if not isinstance(data, BatchedDataDict):
-            raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
+            raise BatchError(
+                f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in "
+                "BatchedDataDict(...)"
+            )
         generation = self.cfg["generation"]
         if generation is None:
-            raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
+            raise ConfigError(
+                "policy.generation = None: this policy cannot generate; add the generation section"
+            )
         if is_engine(generation):
             raise ConfigError(
-                f"policy.generation.backend = {generation['backend']!r}: the engines generate, not the policy; call their generate()"
+                f"policy.generation.backend = {generation['backend']!r}: the engines generate, not the "
+                "policy; call their generate()"
             )
         self._check(data)
         stop_strings_of_rows(generation["stop_strings"], data.get("stop_strings"), data.size)
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
+        needed: BatchedDataDict[Any] = BatchedDataDict(
+            {name: data[name] for name in GENERATION_INPUTS if name in data}
+        )
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
         self._generate_calls += 1
         options = {"greedy": greedy, **({} if sampling is None else {"sampling": sampling})}
-        results = self._call_sharded("generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options)
+        results = self._call_sharded(
+            "generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options
+        )
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
             if missing:
                 raise ValueError(f"Missing required keys for GenerationOutputSpec: {', '.join(missing)}")
-        return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": generation["pad_token_id"]})
+        return BatchedDataDict.from_batches(
+            results, pad_value_dict={"output_ids": generation["pad_token_id"]}
+        )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the rest."""
@@ -395,21 +463,32 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``.
 
         Args:
-            weights_path, optimizer_path, tokenizer_path: each one path, or a list with one for each rank: those of another node may write
-                to another directory, and the files of all directories together are the checkpoint.
+            weights_path, optimizer_path, tokenizer_path: each one path, or a list with one for each rank:
+                those of another node may write to another directory, and the files of all directories
+                together are the checkpoint.
         """
-        paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "tokenizer_path": tokenizer_path}
-        for_each: dict[str, Any] = {name: list(map(_absolute, path)) for name, path in paths.items() if isinstance(path, list)}
+        paths = {
+            "weights_path": weights_path,
+            "optimizer_path": optimizer_path,
+            "tokenizer_path": tokenizer_path,
+        }
+        for_each: dict[str, Any] = {
+            name: list(map(_absolute, path)) for name, path in paths.items() if isinstance(path, list)
+        }
         for_all = {name: _absolute(path) for name, path in paths.items() if not isinstance(path, list)}
         if not for_each:
             self._call_all("save_checkpoint", **for_all)
             return
-        futures = self.worker_group.run_all_workers_multiple_data("save_checkpoint", common_kwargs=for_all, **for_each)
+        futures = self.worker_group.run_all_workers_multiple_data(
+            "save_checkpoint", common_kwargs=for_all, **for_each
+        )
         self.worker_group.get_all_worker_results(futures)
 
     def load_checkpoint(self, weights_path: PathLike, optimizer_path: PathLike | None = None) -> None:
         """Read what ``save_checkpoint`` wrote into the running workers."""
-        self._call_all("load_checkpoint", weights_path=_absolute(weights_path), optimizer_path=_absolute(optimizer_path))
+        self._call_all(
+            "load_checkpoint", weights_path=_absolute(weights_path), optimizer_path=_absolute(optimizer_path)
+        )
 
     def export_hf(self, path: PathLike) -> None:
         """Write the present weights as a Hugging Face checkpoint."""
@@ -418,20 +497,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # refit: the weights to an engine that generates
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective`` has to be called beside it.
+        """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective``
+        has to be called beside it.
 
         Args:
-            ip, port: where the policy's first worker listens; it is on this host. The first worker of each later pipeline stage joins it.
+            ip, port: where the policy's first worker listens; it is on this host. The first worker of each
+                later pipeline stage joins it.
             world_size: ranks of all engines, and one, however many stages there are.
 
         Returns:
             Futures, to be awaited with those of the engines.
         """
-        return self.worker_group.run_all_workers_single_data("init_collective", ip=ip, port=port, world_size=world_size)
+        return self.worker_group.run_all_workers_single_data(
+            "init_collective", ip=ip, port=port, world_size=world_size
+        )
 
-    # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the policy is both
+    # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the
+    # policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
-        """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's ``prepare_refit_info``."""
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's
+        ``prepare_refit_info``."""
         return self._results("prepare_refit_info", first_rank_only=True)[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
@@ -452,15 +537,19 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return [group.names for group in self._manifest.groups(budget)]
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Handles of the weights ``keys`` by device; what they point to stands until the group after the next is asked for."""
+        """Handles of the weights ``keys`` by device; what they point to stands until the group after the next
+        is asked for."""
         if "_manifest" not in self.__dict__:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
         # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
         group = self._manifest.group_named(keys)
-        return functools.reduce(operator.or_, self._results("get_part_ipc_handles", first=group.first, count=group.count))
+        return functools.reduce(
+            operator.or_, self._results("get_part_ipc_handles", first=group.first, count=group.count)
+        )
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
-        """From now on hand slices of weights to engines on the same devices, where no rank needs another's shard for them.
+        """From now on hand slices of weights to engines on the same devices, where no rank needs another's
+        shard for them.
 
         Args:
             wanted: ``slices_wanted`` of the engines. Nothing is said to workers that know it.
@@ -473,17 +562,24 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             # from thousands of ranks one number comes in the place of hundreds of names
             first, *others = self._results("send_slices", wanted=wanted, first_rank_only=True)
             if any(other != names_digest(first) for other in others):
-                raise RefitError("ranks of the policy chose different weights to send as slices: this is a defect of megarl, report it")
+                raise RefitError(
+                    "ranks of the policy chose different weights to send as slices: this is a defect of "
+                    "megarl, report it"
+                )
             self._wanted_slices, self._sliced_names = wanted, first
         return self._sliced_names
 
     @functools.cached_property
     def mailboxes(self) -> dict[str, Any]:
-        """What ranks of engines on the same devices look into for weights, by device; asked of the workers once. For ``meet``."""
+        """What ranks of engines on the same devices look into for weights, by device; asked of the workers
+        once. For ``meet``."""
         return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
 
-    def hand_over_weights(self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None) -> list[ray.ObjectRef[Any]]:
-        """Give the present weights to engines on the same devices: each worker hands its groups to the engine's rank beside it.
+    def hand_over_weights(
+        self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
+    ) -> list[ray.ObjectRef[Any]]:
+        """Give the present weights to engines on the same devices: each worker hands its groups to the
+        engine's rank beside it.
 
         Args:
             session: what the engines' ``meet`` returned.
@@ -497,13 +593,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             RefitError: a weight is larger than a group may be.
         """
         most = None if _refit_buffer_size_gb is None else self._bytes_of_group(_refit_buffer_size_gb)
-        return self.worker_group.run_all_workers_single_data("hand_over_weights", session=session, ticket=ticket, most=most)
+        return self.worker_group.run_all_workers_single_data(
+            "hand_over_weights", session=session, ticket=ticket, most=most
+        )
 
     def _bytes_of_group(self, buffer_gib: float) -> int:
         budget = int(buffer_gib * 2**30)
         name, nbytes = self._manifest.largest
         if budget < nbytes:
-            raise RefitError(f"_refit_buffer_size_gb = {buffer_gib}: {name} alone takes {nbytes} bytes; give more, or None")
+            raise RefitError(
+                f"_refit_buffer_size_gb = {buffer_gib}: {name} alone takes {nbytes} bytes; give more, or None"
+            )
         return budget
 
     @functools.cached_property
@@ -512,7 +612,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be called beside it.
+        """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be
+        called beside it.
 
         Returns:
             Futures, to be awaited with those of the engines.
@@ -520,15 +621,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.worker_group.run_all_workers_single_data("broadcast_weights_for_collective")
 
     def weight_digests(self) -> dict[str, int]:
-        """A number of the bits of each weight, by its Hugging Face name: equal for equal weights, in whatever layout."""
+        """A number of the bits of each weight, by its Hugging Face name: equal for equal weights, in whatever
+        layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
     # profiling and the end
 
     def memory_figures(self) -> dict[str, float]:
-        """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of a GPU (on a CPU, the resident
-        set), now and at its peak so far. On GPUs also, as NVML says them now: ``free_memory_gib`` of the fullest one, ``power_w`` of all
-        together, ``utilization_percent`` on average. Right after ``train`` they are those that came with its result."""
+        """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of
+        a GPU (on a CPU, the resident set), now and at its peak so far. On GPUs also, as NVML says them now:
+        ``free_memory_gib`` of the fullest one, ``power_w`` of all together, ``utilization_percent`` on
+        average. Right after ``train`` they are those that came with its result."""
         calls, infos = self._memory_after_train
         if calls != self.worker_group.calls:
             infos = self._results("get_gpu_info")
@@ -537,9 +640,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return memory | gpu_metrics(infos)
 
     def peak_flops(self) -> list[float]:
-        """Peak of each worker's device in FLOP/s at the policy's precision: the maker's where the device is known, else that of a large
-        matrix product, measured on all of them at once."""
-        known = [known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")]
+        """Peak of each worker's device in FLOP/s at the policy's precision: the maker's where the device is
+        known, else that of a large matrix product, measured on all of them at once."""
+        known = [
+            known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")
+        ]
         if all(known):
             return [peak for peak in known if peak]
         return self._results("measure_peak_flops")
@@ -577,17 +682,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # plumbing
 
     def _check(self, data: BatchedDataDict[Any], required: Sequence[str] = ()) -> None:
-        check_batch(data, required=required, vocab_size=self._vocab_size, max_length=self.cfg["max_total_sequence_length"])
+        check_batch(
+            data,
+            required=required,
+            vocab_size=self._vocab_size,
+            max_length=self.cfg["max_total_sequence_length"],
+        )
 
     def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
         """The answers of one worker for each data-parallel replica, in order."""
-        return self.worker_group.get_all_worker_results(self._start_sharded(method, [shards] * self._stages, options))
+        return self.worker_group.get_all_worker_results(
+            self._start_sharded(method, [shards] * self._stages, options)
+        )
 
     @property
     def _stages(self) -> int:
         return self.sharding_annotations.get_axis_size("pipeline_parallel")
 
-    def _start_sharded(self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]) -> MultiWorkerFuture:
+    def _start_sharded(
+        self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]
+    ) -> MultiWorkerFuture:
         """A call of all workers, each with what its pipeline stage gets of its replica's rows."""
         return self.worker_group.run_all_workers_sharded_data(
             method,
@@ -599,7 +713,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _prepare(self, method: str) -> None:
-        """Move a worker's parts. Others on the same devices may count on it from here on; without others it goes with the next call."""
+        """Move a worker's parts. Others on the same devices may count on it from here on; without others it
+        goes with the next call."""
         if self.worker_group.cluster.max_colocated_worker_groups > 1:
             self._call_all(method)
         else:
@@ -610,7 +725,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def _results(self, method: str, **options: Any) -> list[Any]:
         """The answers of all workers, by rank."""
-        return self.worker_group.get_all_worker_results(self.worker_group.run_all_workers_single_data(method, **options))
+        return self.worker_group.get_all_worker_results(
+            self.worker_group.run_all_workers_single_data(method, **options)
+        )
 
 
 def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -620,23 +737,34 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "power_w": ("power_w", sum),
         "utilization_percent": ("utilization_percent", fmean),
     }
-    return {name: combine([info[key] for info in infos]) for name, (key, combine) in ways.items() if all(key in info for info in infos)}
+    return {
+        name: combine([info[key] for info in infos])
+        for name, (key, combine) in ways.items()
+        if all(key in info for info in infos)
+    }
 
 
-def _with_rows_of_batch(skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int) -> list[dict[str, Any]]:
-    """Return what workers say of global batches without a step, with the rows of the whole batch in place of those of a replica."""
+def _with_rows_of_batch(
+    skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int
+) -> list[dict[str, Any]]:
+    """Return what workers say of global batches without a step, with the rows of the whole batch in place of
+    those of a replica."""
     return [
         {
             **batch,
             "rows": [batch["global_batch"] * global_batch, (batch["global_batch"] + 1) * global_batch],
-            "seen": [{**seen, "rows": sorted(sharded.rows_of(seen["data_rank"], *seen["rows"]))} for seen in batch["seen"]],
+            "seen": [
+                {**seen, "rows": sorted(sharded.rows_of(seen["data_rank"], *seen["rows"]))}
+                for seen in batch["seen"]
+            ],
         }
         for batch in skipped
     ]
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
-    """Return which rank has which coordinates: tensor parallel fastest, then context, data and pipeline parallel."""
+    """Return which rank has which coordinates: tensor parallel fastest, then context, data and pipeline
+    parallel."""
     backend = enabled_backend(config)
     pipeline = context = tensor = 1
     if backend == "megatron":
@@ -644,17 +772,22 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
         pipeline, context = megatron["pipeline_model_parallel_size"], megatron["context_parallel_size"]
         tensor = megatron["tensor_model_parallel_size"]
     elif backend == "dtensor":
-        context, tensor = config["dtensor_cfg"]["context_parallel_size"], config["dtensor_cfg"]["tensor_parallel_size"]
+        context, tensor = (
+            config["dtensor_cfg"]["context_parallel_size"],
+            config["dtensor_cfg"]["tensor_parallel_size"],
+        )
     return NamedSharding(np.arange(world_size).reshape(pipeline, -1, context, tensor), AXES)
 
 
 def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
-    """Environment variables that a backend's workers get beside those of the driver: its section's own, and what its layout wants.
+    """Environment variables that a backend's workers get beside those of the driver: its section's own, and
+    what its layout wants.
 
-    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which they were launched, so that a
-    collective of Megatron-Core's tensor or context parallelism begins before the product of matrices that it is to run beside. Products
-    of float32 are products of float32 (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else
-    a GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which
+    they were launched, so that a collective of Megatron-Core's tensor or context parallelism begins before
+    the product of matrices that it is to run beside. Products of float32 are products of float32
+    (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else a
+    GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
     """
     backend = enabled_backend(config)
     found = fast_pinning() if gpus else {}

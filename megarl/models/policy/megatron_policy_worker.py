@@ -1,4 +1,5 @@
-"""MegatronPolicyWorker: one rank of a policy on Megatron-Core. A plain class: Ray makes an actor of it, torchrun uses it as it is."""
+"""MegatronPolicyWorker: one rank of a policy on Megatron-Core. A plain class: Ray makes an actor of it,
+torchrun uses it as it is."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ class MegatronPolicyWorker(EngineWorker):
     backend: MegatronBackend
 
     @staticmethod
-    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> MegatronBackend:
+    def make_backend(
+        config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
+    ) -> MegatronBackend:
         """See ``EngineWorker``."""
         family_file = config["megatron_cfg"]["family_file"]
         if family_file is not None:
             load_family_file(Path(family_file))
-        return MegatronBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
+        return MegatronBackend(
+            config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer
+        )
 
-    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
+    def generate(
+        self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None
+    ) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""
         self._require("generate", remedy="prepare_for_generation")
         return generate(self.backend, data, self._generation(sampling), self.tokenizer, greedy=greedy)

@@ -1,7 +1,8 @@
-"""Engines of the policy's own backend: its workers, on ranks of their own, which only generate and get the policy's weights by refits.
+"""Engines of the policy's own backend: its workers, on ranks of their own, which only generate and get the
+policy's weights by refits.
 
-So generation apart from training, and with it asynchronous training, runs on any machine, and answers as the policy itself would: tokens
-and log-probabilities of the same code.
+So generation apart from training, and with it asynchronous training, runs on any machine, and answers as the
+policy itself would: tokens and log-probabilities of the same code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from megarl.config.sections import RunConfig
 from megarl.errors import MegarlError, RefitError
 from megarl.key import AT_LEAST_1, Key
 from megarl.models.generation.engines import EngineKind
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
+from megarl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    RolloutEngine,
+    Sampling,
+)
 
 if TYPE_CHECKING:
     import ray
@@ -42,7 +48,14 @@ class PolicyEnginesConfig(TypedDict):
     """Layout of engines of the policy's own backend."""
 
     tensor_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that share each layer; as many copies of the model generate as the places allow.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key(
+                "ranks that share each layer; as many copies of the model generate as the places allow.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
     ]
 
 
@@ -95,7 +108,10 @@ class PolicyEngines(RolloutEngine):
             RefitError: ``world_size`` is not that of these ranks and one.
         """
         if world_size != self.ranks + 1:
-            raise RefitError(f"world_size = {world_size}: {self.ranks} ranks that generate and the policy make {self.ranks + 1}")
+            raise RefitError(
+                f"world_size = {world_size}: {self.ranks} ranks that generate and the policy make "
+                f"{self.ranks + 1}"
+            )
         self._version, self._connected = None, True
         return self._call("connect", weights=self._weights, address=[ip, port, world_size, 1])
 
@@ -110,7 +126,11 @@ class PolicyEngines(RolloutEngine):
         self._version = found.pop() if len(found) == 1 else None
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        *,
+        sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``; see ``Policy.generate``.
 
@@ -149,7 +169,8 @@ class PolicyEngines(RolloutEngine):
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new workers in place of all present ones; they are refused until a whole refit over a new group."""
+        """Start new workers in place of all present ones; they are refused until a whole refit over a new
+        group."""
         self._version = None
         self.disconnect()
         self.shutdown()
@@ -166,8 +187,9 @@ class PolicyEngines(RolloutEngine):
 def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     """The policy section that workers which only generate are made by.
 
-    Layers are cut over the engines' own ``tensor_parallel_size``, and over nothing else: there is neither a gradient whose memory the other
-    axes would divide, nor a backward pass to hide what they exchange. Weights come merged, so that there are no adapters.
+    Layers are cut over the engines' own ``tensor_parallel_size``, and over nothing else: there is neither a
+    gradient whose memory the other axes would divide, nor a backward pass to hide what they exchange. Weights
+    come merged, so that there are no adapters.
 
     Args:
         policy: of the run, complete.
@@ -178,7 +200,12 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     tensor = generation["engine_cfg"]["tensor_parallel_size"]
     own: dict[str, Any] = {
         **policy,
-        "generation": {**generation, "colocated": {"enabled": True}, "engine_cfg": {}, "engine_check": {"sequences": 0}},
+        "generation": {
+            **generation,
+            "colocated": {"enabled": True},
+            "engine_cfg": {},
+            "engine_check": {"sequences": 0},
+        },
         "peft": None,
         "merged_adapter": None,
         # of batches that are never trained on; they have to fit the ranks

@@ -1,4 +1,5 @@
-"""Functions that code written for NeMo-RL's policy layer imports from here; megarl itself needs none of them."""
+"""Functions that code written for NeMo-RL's policy layer imports from here; megarl itself needs none of
+them."""
 
 from __future__ import annotations
 
@@ -50,12 +51,14 @@ def import_class_from_path(name: str) -> Any:
 
 
 def get_gpu_info(model: torch.nn.Module) -> dict[str, Any]:
-    """Rank, device, memory figures (MiB) of this process and one parameter of ``model`` as a sample; needs torch.distributed."""
+    """Rank, device, memory figures (MiB) of this process and one parameter of ``model`` as a sample; needs
+    torch.distributed."""
     return runtime().facts(model.named_parameters())
 
 
 def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
-    """Return what to change in a model's config so that an engine does not take a sliding window that the config switches off.
+    """Return what to change in a model's config so that an engine does not take a sliding window that the
+    config switches off.
 
     Args:
         model_name: directory or hub id of the model.
@@ -67,16 +70,22 @@ def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
 
     config = read_hf_config(model_name)
     switched_off = getattr(config, "use_sliding_window", True) is False
-    return {"sliding_window": None} if switched_off and getattr(config, "sliding_window", None) is not None else {}
+    return (
+        {"sliding_window": None}
+        if switched_off and getattr(config, "sliding_window", None) is not None
+        else {}
+    )
 
 
 def configure_expandable_segments() -> None:
     """Let torch's CUDA allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``) on devices from Hopper on.
 
-    To be called before anything is allocated. What the environment says of it already stays; without a CUDA device nothing is done.
+    To be called before anything is allocated. What the environment says of it already stays; without a CUDA
+    device nothing is done.
 
     Raises:
-        RuntimeError: the variable asks for it on an older device, where weights could not be handed to an engine.
+        RuntimeError: the variable asks for it on an older device, where weights could not be handed to an
+            engine.
     """
     if not runtime().is_cuda:
         return
@@ -86,13 +95,15 @@ def configure_expandable_segments() -> None:
             env.set_variables(options.with_expandable(True).as_environment())
     elif options.expandable:
         raise RuntimeError(
-            f"{options.variable} = {str(options)!r}: expandable_segments needs a device from Hopper on (compute capability {_HOPPER}.0). "
+            f"{options.variable} = {str(options)!r}: expandable_segments needs a device from Hopper on "
+            f"(compute capability {_HOPPER}.0). "
             "Fix: take it out"
         )
 
 
 def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]:
-    """Ray's runtime environment of a policy worker: the profiler, where ``MEGARL_NSYS_WORKER_PATTERNS`` matches its name.
+    """Ray's runtime environment of a policy worker: the profiler, where ``MEGARL_NSYS_WORKER_PATTERNS``
+    matches its name.
 
     Args:
         policy_worker_name: such as ``megatron_policy_worker``.
@@ -101,9 +112,9 @@ def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]
 
 
 def get_megatron_checkpoint_dir() -> str:
-    """Return where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in ``HF_HOME``, else
-    ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged. megarl's own workers read Hugging Face models
-    directly and keep nothing there."""
+    """Return where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in
+    ``HF_HOME``, else ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged.
+    megarl's own workers read Hugging Face models directly and keep nothing there."""
     chosen = env.text("MEGARL_MEGATRON_CHECKPOINT_DIR")
     if chosen is None:
         home = env.text("HF_HOME")

@@ -28,7 +28,8 @@ _LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
 """Bytes of all answers together: a statement may keep the values of many calls."""
 
 _LONGEST_RANGES = 1_000_000
-"""Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may make lists of all."""
+"""Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may
+make lists of all."""
 
 
 class EndedError(Exception):
@@ -82,23 +83,38 @@ class Conversation:
         """Return what the program calls by a name."""
         return self._value(self._answer({"do": "name", "name": name}))
 
-    def call(self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> Any:
+    def call(
+        self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None
+    ) -> Any:
         """Return what a function of the program returns."""
         return self.call_and_see(function, arguments, keywords, back=False)[0]
 
     def call_and_see(
-        self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None, *, back: bool = True
+        self,
+        function: Remote,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any] | None,
+        *,
+        back: bool = True,
     ) -> tuple[Any, list[Any]]:
-        """Return what a function of the program returns, and, with ``back``, the arguments as it has left them."""
+        """Return what a function of the program returns, and, with ``back``, the arguments as it has left
+        them."""
         named = {key: _encoded(value) for key, value in (keywords or {}).items()}
-        request = {"do": "call", "function": _encoded(function), "arguments": _encoded(list(arguments)), "keywords": named}
+        request = {
+            "do": "call",
+            "function": _encoded(function),
+            "arguments": _encoded(list(arguments)),
+            "keywords": named,
+        }
         answer = self._answer({**request, "back": back})
         left = self._decoded(answer.get("back", [])) if back else []
         return self._value(answer), left if isinstance(left, list) else []
 
     def solve(self, name: str, arguments: Sequence[Any]) -> Any:
         """Return what a function of this name returns, at the top level or a method of ``Solution``."""
-        return self._value(self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))}))
+        return self._value(
+            self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))})
+        )
 
     def run(self, statement: str) -> bool:
         """Return whether a statement runs to its end in the program's own process, as that process says.

@@ -1,4 +1,5 @@
-"""An interpreter for a bounded part of Python, which evaluates statements about a program outside of its process.
+"""An interpreter for a bounded part of Python, which evaluates statements about a program outside of its
+process.
 
 Calls of the program's functions leave as requests, with plain values as arguments, and plain values come
 back. What is compared with them stays here. The interpreter knows operators, pure functions of Python's own,
@@ -110,7 +111,9 @@ class _Interpreter:
         names: that functions and comprehensions start with.
     """
 
-    def __init__(self, program: Conversation, tested: frozenset[str], names: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, program: Conversation, tested: frozenset[str], names: Mapping[str, Any] | None = None
+    ) -> None:
         self._program, self._tested = program, tested
         self._names = dict(names or {})
         self._steps = [0]
@@ -351,7 +354,9 @@ class _Interpreter:
     def _binary(self, kind: type, left: Any, right: Any) -> Any:
         function = _BINARY[kind]
         if isinstance(left, Remote) and isinstance(right, Remote):
-            return self._program.call(Remote(builtin=f"operator.{function.__name__.rstrip('_')}"), [left, right])
+            return self._program.call(
+                Remote(builtin=f"operator.{function.__name__.rstrip('_')}"), [left, right]
+            )
         # a plain value beside an object of the program stays outside: it may be what is expected
         refuse_growth(kind, left, right)
         return function(left, right)
@@ -388,7 +393,9 @@ class _Interpreter:
         return of[key]
 
     def _of_Slice(self, node: ast.Slice) -> slice:
-        return slice(*(None if part is None else self._value(part) for part in (node.lower, node.upper, node.step)))
+        return slice(
+            *(None if part is None else self._value(part) for part in (node.lower, node.upper, node.step))
+        )
 
     def _of_Attribute(self, node: ast.Attribute) -> Any:
         of, name = self._value(node.value), node.attr
@@ -414,7 +421,9 @@ class _Interpreter:
             return self._call_program(function, node.args, arguments, keywords)
         return self._call_own(function, arguments, keywords)
 
-    def _call_program(self, function: Remote, nodes: Sequence[ast.expr], arguments: list[Any], keywords: Mapping[str, Any]) -> Any:
+    def _call_program(
+        self, function: Remote, nodes: Sequence[ast.expr], arguments: list[Any], keywords: Mapping[str, Any]
+    ) -> Any:
         # a list that has a name may be looked at again after a function has changed it
         back = any(isinstance(node, ast.Name) for node in nodes)
         sent = [self._sendable(argument) for argument in arguments]
@@ -456,10 +465,15 @@ class _Interpreter:
         return lambda *arguments: self._program.call(function, arguments)
 
     def _type_test(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Return what ``isinstance`` or ``type`` says of a value; an object of the program is of no type of Python's own."""
+        """Return what ``isinstance`` or ``type`` says of a value; an object of the program is of no type of
+        Python's own."""
         if name == "type":
             [value] = arguments
-            return self._program.call(Remote(builtin="type"), [value]) if isinstance(value, Remote) else type(value)
+            return (
+                self._program.call(Remote(builtin="type"), [value])
+                if isinstance(value, Remote)
+                else type(value)
+            )
         value, kinds = arguments
         wanted = kinds if isinstance(kinds, tuple) else (kinds,)
         if any(isinstance(kind, Remote) for kind in wanted):
@@ -485,8 +499,14 @@ def _names_of(kind: type) -> list[str]:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Return whether ``is`` holds. Values that came from a program are new objects: for them, whether type and value are the same."""
-    if isinstance(left, bool | type | Remote) or left is None or left is ... or isinstance(right, bool | type | Remote):
+    """Return whether ``is`` holds. Values that came from a program are new objects: for them, whether type
+    and value are the same."""
+    if (
+        isinstance(left, bool | type | Remote)
+        or left is None
+        or left is ...
+        or isinstance(right, bool | type | Remote)
+    ):
         return left is right
     return type(left) is type(right) and bool(left == right)
 

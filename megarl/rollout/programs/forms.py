@@ -45,7 +45,8 @@ class Test:
 
 
 def program_in(response: str) -> str | None:
-    """Return the last block between lines of three backticks that is marked as Python, or None where none ends.
+    """Return the last block between lines of three backticks that is marked as Python, or None where none
+    ends.
 
     Where no block is marked as Python, the last one without a mark is the program.
     """
@@ -102,16 +103,20 @@ def _parsed(value: Any, what: str) -> Any:
             raise ValueError(f"the text of {what} is no JSON: {value[:40]!r}") from None
     if unpacked.startswith(_PICKLE) or unpacked.endswith(b"."):
         raise ValueError(
-            f"{what} is packed as a pickle of more than one text, which can run code and is never read: unpack it once, where the data "
-            "are trusted, by json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store what that gives as JSON"
+            f"{what} is packed as a pickle of more than one text, which can run code and is never read: "
+            "unpack it once, where the data "
+            "are trusted, by json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store "
+            "what that gives as JSON"
         )
     raise ValueError(f"{what} is packed, and what was packed is no JSON: {unpacked[:40]!r}")
 
 
 def _pickled_text(content: bytes) -> str | None:
-    """Return the text of a pickle of one text (LiveCodeBench's), or None for anything else. Nothing is unpickled.
+    """Return the text of a pickle of one text (LiveCodeBench's), or None for anything else. Nothing is
+    unpickled.
 
-    Opcodes that do no more than frame a text, hold it and remember it are accepted; any other could build an object.
+    Opcodes that do no more than frame a text, hold it and remember it are accepted; any other could build an
+    object.
     """
     found = list[Any]()
     try:
@@ -126,7 +131,8 @@ def _pickled_text(content: bytes) -> str | None:
 
 
 def _unpacked(text: str, what: str) -> bytes | None:
-    """Return what a text holds as base64 of zlib (LiveCodeBench's private tests), or None for any other text."""
+    """Return what a text holds as base64 of zlib (LiveCodeBench's private tests), or None for any other
+    text."""
     if not _PACKED.match(text):
         return None
     try:
@@ -140,7 +146,10 @@ def _unpacked(text: str, what: str) -> bytes | None:
         raise ValueError(f"{what} is packed, and cannot be unpacked: {error}") from None
     # a few packed kilobytes may hold gigabytes
     if len(content) > LARGEST_UNPACKED:
-        raise ValueError(f"{what} is packed, and unpacked it has more than {LARGEST_UNPACKED:,} bytes: store fewer or smaller tests")
+        raise ValueError(
+            f"{what} is packed, and unpacked it has more than {LARGEST_UNPACKED:,} bytes: store fewer or "
+            "smaller tests"
+        )
     if not stream.eof:
         raise ValueError(f"{what} is packed, and its end is missing: store the whole text")
     return content
@@ -211,10 +220,16 @@ def _test(given: Any, expected: Any, function: Any) -> Test:
     if not function:
         return Test(given=_lines(given), expected=_lines(expected))
     try:
-        arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+        arguments = (
+            [json.loads(line) for line in given.splitlines() if line.strip()]
+            if isinstance(given, str)
+            else list(given)
+        )
         expected = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
     except (ValueError, TypeError):
-        raise ValueError(f"the arguments of a call of {function} are neither a list nor JSON, one a line") from None
+        raise ValueError(
+            f"the arguments of a call of {function} are neither a list nor JSON, one a line"
+        ) from None
     return Test(function=str(function), arguments=arguments, expected=expected)
 
 

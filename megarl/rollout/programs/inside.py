@@ -1,4 +1,5 @@
-"""The host of a program, in the program's process: runs it, then answers requests. And the encoding of plain values.
+"""The host of a program, in the program's process: runs it, then answers requests. And the encoding of plain
+values.
 
 The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing
 that it does protects anybody, because the program can take its place: who reads its answers takes them as
@@ -27,15 +28,16 @@ _LONGEST_NUMBER = 1 << 18
 
 GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
 GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
-"""Modules that a program finds imported which is a method of ``Solution``, or a function that is called, as on the site
-that such tasks come from: all names of the former (of two modules that have one, the later module's), which
-hide none of Python's own; and each of the latter under its own name, where the program writes ``name.``,
-since ``bisect`` is a function too.
+"""Modules that a program finds imported which is a method of ``Solution``, or a function that is called, as
+on the site that such tasks come from: all names of the former (of two modules that have one, the later
+module's), which hide none of Python's own; and each of the latter under its own name, where the program
+writes ``name.``, since ``bisect`` is a function too.
 """
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return a value as types of JSON: text, numbers, truth and None as they are, lists as lists, the rest as ``{kind: content}``.
+    """Return a value as types of JSON: text, numbers, truth and None as they are, lists as lists, the rest as
+    ``{kind: content}``.
 
     What is derived from a plain type, such as a named tuple, becomes one of that type.
 
@@ -169,7 +171,9 @@ class _Program:
         if kind == "range":
             return range(*content)
         if kind == "builtin":
-            return getattr(operator if content.startswith("operator.") else builtins, content.rpartition(".")[2])
+            return getattr(
+                operator if content.startswith("operator.") else builtins, content.rpartition(".")[2]
+            )
         return self._objects[content]
 
     def _decoded(self, coded: Any) -> Any:
@@ -209,7 +213,9 @@ def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for module in task["given_names"]:
         loaded = __import__(module)
-        public = getattr(loaded, "__all__", None) or [name for name in vars(loaded) if not name.startswith("_")]
+        public = getattr(loaded, "__all__", None) or [
+            name for name in vars(loaded) if not name.startswith("_")
+        ]
         given.update((name, getattr(loaded, name)) for name in public if not hasattr(builtins, name))
     given.update((name, __import__(name)) for name in task["given_modules"])
     if "Solution" not in task["code"]:
@@ -223,7 +229,8 @@ def _main() -> None:
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
-    # what a start without site leaves out and a program may use; the hooks that packages install take half of the time
+    # what a start without site leaves out and a program may use; the hooks that packages install take half of
+    # the time
     sys.path += task["packages"]
     site.setquit()
     site.sethelper()

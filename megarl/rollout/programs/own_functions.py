@@ -1,4 +1,5 @@
-"""Python's own functions and methods that a statement about a program may use: pure ones, with results of bounded size."""
+"""Python's own functions and methods that a statement about a program may use: pure ones, with results of
+bounded size."""
 
 from __future__ import annotations
 
@@ -12,14 +13,52 @@ from fractions import Fraction
 from typing import Any
 
 _FUNCTIONS = (
-    *(abs, all, any, ascii, bin, bool, bytes, chr, complex, dict, divmod, enumerate, filter, float, frozenset, hex, int),
-    *(isinstance, iter, len, list, map, max, min, next, oct, ord, pow, range, repr, reversed, round, set, sorted, str),
+    *(
+        abs,
+        all,
+        any,
+        ascii,
+        bin,
+        bool,
+        bytes,
+        chr,
+        complex,
+        dict,
+        divmod,
+        enumerate,
+        filter,
+        float,
+        frozenset,
+        hex,
+        int,
+    ),
+    *(
+        isinstance,
+        iter,
+        len,
+        list,
+        map,
+        max,
+        min,
+        next,
+        oct,
+        ord,
+        pow,
+        range,
+        repr,
+        reversed,
+        round,
+        set,
+        sorted,
+        str,
+    ),
     *(sum, tuple, type, zip),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
 
 ASKED_OF_OBJECTS = frozenset(
-    function.__name__ for function in (abs, bool, bytes, complex, dict, float, int, iter, len, next, repr, reversed, round, str)
+    function.__name__
+    for function in (abs, bool, bytes, complex, dict, float, int, iter, len, next, repr, reversed, round, str)
 )
 """Functions of one argument that an object of the program answers in its own process.
 
@@ -27,14 +66,20 @@ The others take what it iterates over.
 """
 
 EXCEPTIONS: Mapping[str, type[BaseException]] = {
-    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
 }
 
 _NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
 """Whose results grow too fast."""
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
-    "math": {name: value for name, value in vars(math).items() if not name.startswith("_") and name not in _NOT_OF_MATHEMATICS},
+    "math": {
+        name: value
+        for name, value in vars(math).items()
+        if not name.startswith("_") and name not in _NOT_OF_MATHEMATICS
+    },
     "collections": {"Counter": collections.Counter, "deque": collections.deque},
     "decimal": {"Decimal": Decimal},
     "fractions": {"Fraction": Fraction},
@@ -53,7 +98,9 @@ ALWAYS_OURS: Mapping[str, Any] = {
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _RARE = (collections.Counter, collections.deque, Decimal, Fraction)
 PLAIN = (str, bytes, list, tuple, dict, set, frozenset, bool, int, float, complex, range, *VIEWS, *_RARE)
-METHODS_THAT_GROW = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate"))
+METHODS_THAT_GROW = frozenset(
+    ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate")
+)
 
 _LARGEST = 1_000_000
 """Length of what an operation may make, and bits of numbers."""
@@ -71,7 +118,11 @@ def refuse_growth(kind: type, left: Any, right: Any) -> None:
         return
     if isinstance(left, int) and isinstance(right, int):
         bits = max(1, left.bit_length())
-        sizes = {ast.Pow: bits * abs(right), ast.LShift: bits + abs(right), ast.Mult: bits + right.bit_length()}
+        sizes = {
+            ast.Pow: bits * abs(right),
+            ast.LShift: bits + abs(right),
+            ast.Mult: bits + right.bit_length(),
+        }
         size = sizes[kind]
     else:
         size = math.prod(abs(each) if isinstance(each, int) else _length(each) for each in (left, right))

@@ -66,7 +66,8 @@ class Limits:
 
 
 def python_command(source: str, *arguments: str) -> list[str]:
-    """Return the command that runs a text as a program of Python, without packages and what they do at every start."""
+    """Return the command that runs a text as a program of Python, without packages and what they do at every
+    start."""
     return [sys.executable, "-S", "-P", "-c", source, *arguments]
 
 
@@ -88,7 +89,8 @@ def text_in(file: IO[bytes]) -> str:
 
 
 def isolation() -> tuple[str | None, str]:
-    """Return why programs cannot be isolated here, or None, and the ``bubblewrap`` of ``Limits`` with which they can."""
+    """Return why programs cannot be isolated here, or None, and the ``bubblewrap`` of ``Limits`` with which
+    they can."""
     fault = fault_of_isolation()
     other = sandbox.found_bubblewrap() if fault else ""
     return (None, other) if other and fault_of_isolation(other) is None else (fault, "")
@@ -107,7 +109,9 @@ def fault_of_isolation(bubblewrap: str = "") -> str | None:
     # exec
     command = [sys.executable, "-m", "megarl.rollout.programs", bubblewrap]
     try:
-        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
+        found = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
     if found.returncode:
@@ -115,7 +119,11 @@ def fault_of_isolation(bubblewrap: str = "") -> str | None:
     if found.stdout.strip():
         return found.stdout.strip()
     by = f" that {bubblewrap} makes" if bubblewrap else ""
-    logger.info("programs of the model run in a sandbox%s: no network, no other processes, no files but those of Python", by)
+    logger.info(
+        "programs of the model run in a sandbox%s: no network, no other processes, no files but those of "
+        "Python",
+        by,
+    )
     return None
 
 
@@ -125,7 +133,8 @@ def notice_of_user() -> str:
         return ""
     who = "65534" if sandbox.planned_root().changes_user else "of this container's root, without capabilities"
     return (
-        f"the run is root. Programs of the model are shut in, as user {who}; but should the kernel have a hole, the whole machine is "
+        f"the run is root. Programs of the model are shut in, as user {who}; but should the kernel have a "
+        "hole, the whole machine is "
         "theirs. Start the run as another user"
     )
 
@@ -180,10 +189,17 @@ def running(
             if root and limits.bubblewrap:
                 rules = stack.enter_context(_filter_file(root))
                 ours = (rules.fileno(), status.fileno())
-                command, passed = sandbox.with_bubblewrap(limits.bubblewrap, command, root, limits.file_mb, *ours), (*passed, *ours)
+                command, passed = (
+                    sandbox.with_bubblewrap(limits.bubblewrap, command, root, limits.file_mb, *ours),
+                    (*passed, *ours),
+                )
                 root, work = None, "/"
             else:
-                work = sandbox.WORK if root else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                work = (
+                    sandbox.WORK
+                    if root
+                    else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                )
             process = subprocess.Popen(
                 command,
                 stdin=given,
@@ -204,7 +220,9 @@ def running(
             process.terminate()
             process.wait()
         if limits.bubblewrap and process.returncode != STOPPED and '"exit-code"' not in text_in(status):
-            raise _no_program(text_in(refusal).strip() or f"{limits.bubblewrap} ended with exit code {process.returncode}")
+            raise _no_program(
+                text_in(refusal).strip() or f"{limits.bubblewrap} ended with exit code {process.returncode}"
+            )
 
 
 def _no_program(why: str) -> RewardError:
@@ -220,7 +238,8 @@ def _filter_file(root: sandbox.Root) -> Iterator[IO[bytes]]:
 
 
 def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int, refusal: int) -> None:
-    """Become, in the child that ``subprocess`` has made, the supervisor: only a child of this process returns.
+    """Become, in the child that ``subprocess`` has made, the supervisor: only a child of this process
+    returns.
 
     Where the sandbox is not granted it fails, and writes why to the file descriptor ``refusal``.
     """
@@ -257,7 +276,9 @@ def _stand_by(child: int, limits: Limits) -> None:
     os._exit(code)
 
 
-def _become_program(libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None, work: str, pipe: int) -> None:
+def _become_program(
+    libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None, work: str, pipe: int
+) -> None:
     """Prepare this process for the program that takes its place when ``subprocess`` goes on."""
     set_parent_death_signal, set_no_new_privileges = 1, 38
     # out of the supervisor's group: signals to a group reach over namespaces
@@ -302,7 +323,9 @@ def _watch(child: int, limits: Limits) -> int:
 
 def _takes_too_much(limits: Limits) -> bool:
     processes = _descendants()
-    if sum(map(_threads, processes)) > limits.processes + (sandbox.BUBBLEWRAPS_PROCESSES if limits.bubblewrap else 0):
+    if sum(map(_threads, processes)) > limits.processes + (
+        sandbox.BUBBLEWRAPS_PROCESSES if limits.bubblewrap else 0
+    ):
         return True
     # one alone is bounded by its address space, and until it is a program of its own it has the memory of the
     # process that starts it
@@ -310,7 +333,8 @@ def _takes_too_much(limits: Limits) -> bool:
 
 
 def _descendants(number: int = 0) -> list[int]:
-    """Return the descendants of this process. An orphan belongs to the first process of its namespace, or to this one.
+    """Return the descendants of this process. An orphan belongs to the first process of its namespace, or to
+    this one.
 
     Args:
         number: of a signal that each gets as soon as it is found; 0 for none.
@@ -342,7 +366,8 @@ def _resident(process: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it waits to be killed.
+    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it
+    waits to be killed.
 
     A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a
     child of this process, which therefore never waits for a child without looking again, and is done when it

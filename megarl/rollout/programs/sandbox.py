@@ -1,4 +1,5 @@
-"""The sandbox of a program: namespaces of its own and a root that holds Python and system libraries, and nothing else.
+"""The sandbox of a program: namespaces of its own and a root that holds Python and system libraries, and
+nothing else.
 
 The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with
 the program's own processes, read-only, without the rest of what is there; null, full, random and urandom as
@@ -8,9 +9,9 @@ no way to get any, and a filter refuses system calls that it does not need (``sy
 is root, the program is user 65534.
 
 Some machines grant namespaces only to programs that they name (Ubuntu from 24.04 on, by AppArmor), bubblewrap
-among them: there it makes the sandbox, of the same list of directories, devices and system calls. Our own stays
-the first choice because bubblewrap cannot limit how many files a program makes in memory, only their bytes, and
-because a program of a run that is root would keep root's files: there bubblewrap is not taken.
+among them: there it makes the sandbox, of the same list of directories, devices and system calls. Our own
+stays the first choice because bubblewrap cannot limit how many files a program makes in memory, only their
+bytes, and because a program of a run that is root would keep root's files: there bubblewrap is not taken.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ _OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
 DEVICES = ("null", "full", "random", "urandom")
 """Devices in ``/dev`` of the sandbox."""
 
-_DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
 
 NOBODY = 65534
 """The user and group that a program has inside, and outside too where the run is root."""
@@ -66,7 +72,15 @@ _STORE = "/.store"
 _STORE_FILES = 4096
 
 # of mount.h, sched.h, prctl.h and capability.h
-_READ_ONLY, _NO_SET_USER, _NO_DEVICES, _NO_EXECUTION, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
+_READ_ONLY, _NO_SET_USER, _NO_DEVICES, _NO_EXECUTION, _BIND, _RECURSIVE, _PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    0x1000,
+    0x4000,
+    0x40000,
+)
 _DETACH = 2
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _DROP_FROM_BOUNDING_SET, _SET_NO_NEW_PRIVILEGES = 24, 38
@@ -115,7 +129,9 @@ def planned_root() -> Root:
         for inside in (path, real):
             if os.path.exists(real) and not _is_covered(inside, places):
                 places[inside] = (real, os.path.isdir(real))
-    links = tuple((path, target) for path, target in _links_to(sys.executable) if not _is_covered(path, places))
+    links = tuple(
+        (path, target) for path, target in _links_to(sys.executable) if not _is_covered(path, places)
+    )
     rows = tuple((real, inside, is_directory) for inside, (real, is_directory) in places.items())
     changes_user = os.geteuid() == 0 and _is_mapped("uid_map") and _is_mapped("gid_map")
     return Root(machine, os.path.realpath(tempfile.gettempdir()), rows, links, changes_user)
@@ -141,13 +157,15 @@ def _links_to(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_mapped(file: str) -> bool:
-    """Return whether user or group 65534 exists in this process's user namespace; in some containers only one user does."""
+    """Return whether user or group 65534 exists in this process's user namespace; in some containers only one
+    user does."""
     rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in rows)
 
 
 def start_inside(root: Root) -> tuple[int, int]:
-    """Fork into new namespaces. Return the child's number and a file descriptor; in the child, 0 and a file descriptor.
+    """Fork into new namespaces. Return the child's number and a file descriptor; in the child, 0 and a file
+    descriptor.
 
     The parent calls ``let_in`` with both, the child ``enter`` with its own.
 
@@ -161,7 +179,9 @@ def start_inside(root: Root) -> tuple[int, int]:
     libc = ctypes.PyDLL(None, use_errno=True)
     wait_for, tell = os.pipe()
     zeros = [ctypes.c_long(0)] * 4
-    child = libc.syscall(ctypes.c_long(_CLONE_CALL[root.machine]), ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), *zeros)
+    child = libc.syscall(
+        ctypes.c_long(_CLONE_CALL[root.machine]), ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), *zeros
+    )
     if child == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"clone with namespaces: {os.strerror(number)}")
@@ -289,7 +309,8 @@ def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> No
 
 
 def _mount_proc(libc: ctypes.CDLL) -> None:
-    """Mount ``/proc`` with the program's own processes alone; in a container that hides parts of it, none is granted."""
+    """Mount ``/proc`` with the program's own processes alone; in a container that hides parts of it, none is
+    granted."""
     flags = _READ_ONLY | _NO_SET_USER | _NO_DEVICES | _NO_EXECUTION
     os.makedirs("/proc", exist_ok=True)
     with contextlib.suppress(OSError):
@@ -297,7 +318,8 @@ def _mount_proc(libc: ctypes.CDLL) -> None:
 
 
 def _set_attributes(libc: ctypes.CDLL, path: str, flags: int, on: int, off: int) -> None:
-    """Switch attributes of a mount on and off, whatever others it has; with ``_EVERYTHING_BELOW`` those below it too."""
+    """Switch attributes of a mount on and off, whatever others it has; with ``_EVERYTHING_BELOW`` those below
+    it too."""
     attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
     call = ctypes.c_long(_MOUNT_SETATTR_CALL)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
@@ -305,14 +327,19 @@ def _set_attributes(libc: ctypes.CDLL, path: str, flags: int, on: int, off: int)
     _checked(result, "mount_setattr")
 
 
-def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def _mount(
+    libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, options: str = ""
+) -> None:
     kind_name = None if kind is None else kind.encode()
-    result = libc.mount(source.encode(), target.encode(), kind_name, ctypes.c_ulong(flags), options.encode() or None)
+    result = libc.mount(
+        source.encode(), target.encode(), kind_name, ctypes.c_ulong(flags), options.encode() or None
+    )
     _checked(result, f"mount {target}")
 
 
 def _replace_standard_error() -> None:
-    """Open null anew, inside: whoever owns the machine's could change its mode by a file descriptor from outside."""
+    """Open null anew, inside: whoever owns the machine's could change its mode by a file descriptor from
+    outside."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 2)
     os.close(null)
@@ -345,7 +372,9 @@ def found_bubblewrap() -> str:
     return "" if os.geteuid() == 0 else shutil.which("bwrap") or ""
 
 
-def with_bubblewrap(bubblewrap: str, command: Sequence[str], root: Root, store_mb: int, filter_file: int, status_file: int) -> list[str]:
+def with_bubblewrap(
+    bubblewrap: str, command: Sequence[str], root: Root, store_mb: int, filter_file: int, status_file: int
+) -> list[str]:
     """Return the command that runs a command in the sandbox.
 
     Args:
@@ -360,7 +389,17 @@ def with_bubblewrap(bubblewrap: str, command: Sequence[str], root: Root, store_m
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "program"]
     arguments += ["--seccomp", str(filter_file), "--json-status-fd", str(status_file)]
     # before what may have to be mounted below it: Python may lie in a directory of temporary files
-    arguments += ["--perms", "1777", "--size", str(store_mb << 20), "--tmpfs", WORK, "--symlink", WORK, "/dev/shm"]
+    arguments += [
+        "--perms",
+        "1777",
+        "--size",
+        str(store_mb << 20),
+        "--tmpfs",
+        WORK,
+        "--symlink",
+        WORK,
+        "/dev/shm",
+    ]
     for real, inside, _ in root.places:
         arguments += ["--ro-bind", real, inside]
     for path, target in root.links:

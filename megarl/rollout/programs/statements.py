@@ -17,7 +17,18 @@ from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCT
 _JUDGES = frozenset(
     (
         *("np", "numpy", "pd", "pandas", "pytest", "unittest", "torch", "scipy", "sympy", "random", "re"),
-        *("string", "copy", "itertools", "functools", "os", "sys", "datetime", "date", "timedelta", "OrderedDict"),
+        *(
+            "string",
+            "copy",
+            "itertools",
+            "functools",
+            "os",
+            "sys",
+            "datetime",
+            "date",
+            "timedelta",
+            "OrderedDict",
+        ),
         *("defaultdict", "cmath", "statistics", "json", "heapq", "bisect", "operator"),
     )
 )
@@ -113,7 +124,9 @@ def _lambdas_for_us(call: ast.Call) -> list[ast.expr]:
 
 
 def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
-    if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in {*functions, *FUNCTIONS}):
+    if not isinstance(node, ast.Call) or (
+        isinstance(node.func, ast.Name) and node.func.id in {*functions, *FUNCTIONS}
+    ):
         return None
     passed = [*node.args, *(keyword.value for keyword in node.keywords)]
     given = any(isinstance(each, ast.Name) and each.id in functions for each in passed)
@@ -141,17 +154,27 @@ def _reason_against_node(node: ast.AST) -> str | None:
             return f"{name} is not evaluated outside"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
             return f"the attribute {name} is not read outside"
-        case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(module, {name: None}):
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(
+            module, {name: None}
+        ):
             return f"{module}.{name} is not there outside"
         case ast.Import(names=names):
             wanted = [alias.name for alias in names if alias.name not in MODULES]
             return f"the module {wanted[0]} is not there outside" if wanted else None
         case ast.ImportFrom(module=module, names=names, level=level):
             known = module in MODULES and not level
-            fits = known and (module == "typing" or all(alias.name in MODULES[module or ""] for alias in names))
+            fits = known and (
+                module == "typing" or all(alias.name in MODULES[module or ""] for alias in names)
+            )
             return None if fits else f"the module {module} is not there outside"
         case ast.FunctionDef(decorator_list=decorators, args=ast.arguments() as arguments):
-            simple = not (decorators or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults)
+            simple = not (
+                decorators
+                or arguments.vararg
+                or arguments.kwarg
+                or arguments.kwonlyargs
+                or arguments.defaults
+            )
             return None if simple else f"the function {node.name} is not evaluated outside"
         case ast.ExceptHandler(name=str()):
             return "it looks at an exception"
@@ -159,7 +182,8 @@ def _reason_against_node(node: ast.AST) -> str | None:
 
 
 def reason_to_doubt(statement: str) -> str | None:
-    """Return why a program may pass a statement without solving its task, though it is evaluated outside; or None."""
+    """Return why a program may pass a statement without solving its task, though it is evaluated outside; or
+    None."""
     tree = ast.parse(statement)
     not_programs = _OURS | _names_made(tree)
     # in the order of the text, so that what is made of such a name is found too
@@ -167,7 +191,9 @@ def reason_to_doubt(statement: str) -> str | None:
         if isinstance(node, ast.Assign) and _names_in(node.value) - not_programs:
             not_programs -= {each.id for each in node.targets if isinstance(each, ast.Name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and all(_names_in(each) - not_programs for each in (node.left, *node.comparators)):
+        if isinstance(node, ast.Compare) and all(
+            _names_in(each) - not_programs for each in (node.left, *node.comparators)
+        ):
             return "it compares what the program makes with what the program makes"
     return None
 
@@ -200,7 +226,8 @@ def holds(statement: str, program: Conversation) -> bool:
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Return names of Python's own functions that mean the program's: if a statement calls no other, it tests these."""
+    """Return names of Python's own functions that mean the program's: if a statement calls no other, it tests
+    these."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

@@ -100,10 +100,12 @@ _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of ``clone``."""
 
 _SOCKET_FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from any."""
+"""AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from
+any."""
 
 _SHARED_ANONYMOUS = 0x21
-"""MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that touched them."""
+"""MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that
+touched them."""
 
 _SET_PIPE_SIZE = 1031
 """F_SETPIPE_SZ: what a pipe holds is counted nowhere."""
@@ -121,7 +123,11 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 
 def fault_of_machine(machine: str) -> str | None:
     """Return why there is no filter for a machine, or None."""
-    return None if machine in _ARCHITECTURES else f"there is no filter of system calls for the architecture {machine}"
+    return (
+        None
+        if machine in _ARCHITECTURES
+        else f"there is no filter of system calls for the architecture {machine}"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -143,17 +149,25 @@ def filter_program(machine: str) -> bytes:
     # its flags lie in memory, which a filter cannot read; without it libraries take clone
     code += [_instruction(_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     code += _on_argument(_CLONE[column], 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse])
-    families = [_instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0) for place, family in enumerate(_SOCKET_FAMILIES)]
+    families = [
+        _instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0)
+        for place, family in enumerate(_SOCKET_FAMILIES)
+    ]
     code += _on_argument(_SOCKET[column], 0, [*families, refuse])
     shared = [_instruction(_AND, _SHARED_ANONYMOUS), _instruction(_EQUAL, _SHARED_ANONYMOUS, 0, 1), refuse]
     code += _on_argument(_MMAP[column], 3, shared)
-    for numbers, argument, value in ((_FCNTL, 1, _SET_PIPE_SIZE), (_SET_SOCKET_OPTION, 2, _SEND_BUFFER), (_ADVISE, 2, _PAGE_OUT)):
+    for numbers, argument, value in (
+        (_FCNTL, 1, _SET_PIPE_SIZE),
+        (_SET_SOCKET_OPTION, 2, _SEND_BUFFER),
+        (_ADVISE, 2, _PAGE_OUT),
+    ):
         code += _on_argument(numbers[column], argument, [_instruction(_EQUAL, value, 0, 1), refuse])
     return b"".join([*code, _instruction(_RETURN, _ALLOW)])
 
 
 def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
-    """Return instructions that check the lower half of one argument of a system call, and allow it if no rule refuses."""
+    """Return instructions that check the lower half of one argument of a system call, and allow it if no rule
+    refuses."""
     # both architectures are little-endian, so that the lower half comes first
     load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
     body = [load, *rules, _instruction(_RETURN, _ALLOW)]

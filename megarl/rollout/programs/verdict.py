@@ -39,7 +39,9 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
-def judge(response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf) -> float:
+def judge(
+    response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf
+) -> float:
     """Return 1.0 when the program of a response passes all tests, else 0.0.
 
     Args:
@@ -104,7 +106,9 @@ def _task(code: str, test: Test) -> dict[str, Any]:
         "packages": site.getsitepackages(),
         "function": test.function,
         "given_names": GIVEN_NAMES if is_part else (),
-        "given_modules": [name for name in GIVEN_MODULES if is_part and re.search(rf"(?<![\w.]){name}\.", code)],
+        "given_modules": [
+            name for name in GIVEN_MODULES if is_part and re.search(rf"(?<![\w.]){name}\.", code)
+        ],
     }
 
 
@@ -123,14 +127,17 @@ def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Return whether two outputs are equal but for white space around words, empty lines at the end, and decimal numbers."""
+    """Return whether two outputs are equal but for white space around words, empty lines at the end, and
+    decimal numbers."""
     ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def _same_line(written: str, expected: str) -> bool:
     ours, theirs = written.split(), expected.split()
-    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_number(written: str, expected: str) -> bool:
@@ -140,7 +147,12 @@ def _same_number(written: str, expected: str) -> bool:
         return True
     # beyond the largest float all would be equal
     ours, theirs = float(written), float(expected)
-    return _WHOLE.fullmatch(expected) is None and math.isfinite(ours) and math.isfinite(theirs) and _is_close(ours, theirs)
+    return (
+        _WHOLE.fullmatch(expected) is None
+        and math.isfinite(ours)
+        and math.isfinite(theirs)
+        and _is_close(ours, theirs)
+    )
 
 
 def _is_close(value: float, expected: float) -> bool:
@@ -182,7 +194,11 @@ def _same_value(value: Any, expected: Any) -> bool:
 def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
     ours = {_key(key): each for key, each in value.items()}
     # Two keys of Python, 1 and "1", may be one in JSON.
-    return len(ours) == len(value) and ours.keys() == expected.keys() and all(_same_value(ours[key], expected[key]) for key in expected)
+    return (
+        len(ours) == len(value)
+        and ours.keys() == expected.keys()
+        and all(_same_value(ours[key], expected[key]) for key in expected)
+    )
 
 
 def _key(key: Any) -> Any:
@@ -210,7 +226,9 @@ def fault_of_tests(answer: str) -> str | Doubt | None:
     except ValueError as error:
         return str(error)
     for test in tests:
-        reason = (reason_against(test.statement) or reason_to_doubt(test.statement)) if test.statement else None
+        reason = (
+            (reason_against(test.statement) or reason_to_doubt(test.statement)) if test.statement else None
+        )
         if reason is not None:
             return Doubt(f"a program can pass {test.statement[:120]!r} without solving its task ({reason})")
     return None

@@ -1,1 +1,2 @@
-"""Tools that a policy may call while it responds: how calls are written by models, and tools that megarl brings."""
+"""Tools that a policy may call while it responds: how calls are written by models, and tools that megarl
+brings."""

@@ -36,7 +36,11 @@ def calculate(expression: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{expression[:60]!r} is no arithmetic expression") from None
     value = _value(tree.body)
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else str(value)
+    return (
+        str(int(value))
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        else str(value)
+    )
 
 
 def _value(node: ast.AST) -> float:
@@ -58,5 +62,10 @@ def _value(node: ast.AST) -> float:
 
 
 def _refuse_large_power(base: float, exponent: float) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and base.bit_length() * exponent > _MOST_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and exponent > 0
+        and base.bit_length() * exponent > _MOST_BITS
+    ):
         raise ValueError("the value is too large")

@@ -1,4 +1,5 @@
-"""The environment ``tools``: the policy calls tools until it gives an answer, which the rewards of the environment judge."""
+"""The environment ``tools``: the policy calls tools until it gives an answer, which the rewards of the
+environment judge."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class ToolEnv(MessageEnv):
         answers: list[Message] = []
         for call in calls:
             text, kind = self._answer(call["name"], call["arguments"])
-            answers.append({"role": "tool", "name": call["name"], "tool_call_id": call["id"], "content": text})
+            answers.append(
+                {"role": "tool", "name": call["name"], "tool_call_id": call["id"], "content": text}
+            )
             if kind is not None:
                 counts[kind] += 1
                 if self.section["on_bad_call" if kind == "bad_tool_calls" else "on_tool_error"] == "end":
@@ -77,7 +80,9 @@ class ToolEnvironment(MessageEnvironment):
     def __init__(self, section: EnvConfig, key: str) -> None:
         tools = tools_of(section, key)
         self._single = SingleTurn(section)
-        super().__init__(lambda inner: ToolEnv(inner, tools), section, self._judged, self._single.fault_of_reference)
+        super().__init__(
+            lambda inner: ToolEnv(inner, tools), section, self._judged, self._single.fault_of_reference
+        )
         self.tools = [tool.schema for tool in tools]
 
     @property

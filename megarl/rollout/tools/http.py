@@ -14,13 +14,16 @@ _BUSY = frozenset({408, 429})
 
 
 def post(url: str, timeout_s: float, **arguments: Any) -> str:
-    """The text of the reply, or of its key ``output``, ``result`` or ``content`` where it is a JSON object with one.
+    """The text of the reply, or of its key ``output``, ``result`` or ``content`` where it is a JSON object
+    with one.
 
     Raises:
         EnvironmentLostError: the service is gone, busy or late, which no call can cause.
         ValueError: it refuses the call (status 4xx).
     """
-    request = urllib.request.Request(url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(
+        url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as reply:
             said = reply.read(_LARGEST_REPLY).decode("utf-8", "replace")

@@ -25,13 +25,17 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
 _CALLS, _BEGIN, _END, _SEPARATOR = (
-    f"<\uff5ctool\u2581{name}\uff5c>" for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "sep")
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "sep")
 )
 """Special tokens of DeepSeek."""
 _DEEPSEEK = re.compile(rf"{_BEGIN}(.*?)({_END}|\Z)", re.DOTALL)
-_FENCED = re.compile(rf"\A(?:function{_SEPARATOR})?([^\n<]+)(?:\n```json\n|{_SEPARATOR})(.*?)(?:\n```)?\s*\Z", re.DOTALL)
+_FENCED = re.compile(
+    rf"\A(?:function{_SEPARATOR})?([^\n<]+)(?:\n```json\n|{_SEPARATOR})(.*?)(?:\n```)?\s*\Z", re.DOTALL
+)
 _HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)", re.DOTALL
+    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
+    re.DOTALL,
 )
 
 
@@ -99,8 +103,8 @@ assert tuple(_FORMS) == TOOL_PARSERS
 
 
 def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
-    """Return what parses responses: called with a response and, if it must be, its text with special tokens (the first of a sequence);
-    returns the text without the calls, and the calls. With None no text is a call.
+    """Return what parses responses: called with a response and, if it must be, its text with special tokens
+    (the first of a sequence); returns the text without the calls, and the calls. With None no text is a call.
 
     What it returns raises ``BadCallError`` for a call that cannot be read.
     """
@@ -114,7 +118,8 @@ def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Cal
         calls = [_call(number, *each) for number, each in enumerate(found)]
         if not calls:
             return response, calls
-        # without special tokens the calls cannot be told from the text: then what stands before them is the content
+        # without special tokens the calls cannot be told from the text: then what stands before them is the
+        # content
         first = marks.search(text) if is_special else None
         return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
 
@@ -172,7 +177,8 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def _plain(text: str) -> Any:
-    """A value that was written without quotes: JSON where it is some, one of Python's words, else the text."""
+    """A value that was written without quotes: JSON where it is some, one of Python's words, else the
+    text."""
     if text in _WORDS:
         return _WORDS[text]
     try:

@@ -1,7 +1,9 @@
-"""Python code in the closed sandbox of ``megarl.rollout.programs``, a process a conversation, whose variables stay between calls.
+"""Python code in the closed sandbox of ``megarl.rollout.programs``, a process a conversation, whose variables
+stay between calls.
 
-The sandbox is started by a process without threads of its own, as between fork and exec no other thread may hold a lock; that process is
-this module as a program, and answers requests on its standard input, a line of JSON each.
+The sandbox is started by a process without threads of its own, as between fork and exec no other thread may
+hold a lock; that process is this module as a program, and answers requests on its standard input, a line of
+JSON each.
 """
 
 from __future__ import annotations
@@ -71,8 +73,13 @@ class Python:
         """
         fault, bubblewrap = isolation()
         if fault is not None and section.get("isolation", "required") == "required":
-            fix = f"grant namespaces or install bubblewrap, or write {key}.isolation: preferred, by which the model's code runs unprotected"
-            raise ConfigError([Violation(f"{key}.isolation", "required", f"code cannot be shut in here: {fault}", fix)])
+            fix = (
+                f"grant namespaces or install bubblewrap, or write {key}.isolation: preferred, by which "
+                "the model's code runs unprotected"
+            )
+            raise ConfigError(
+                [Violation(f"{key}.isolation", "required", f"code cannot be shut in here: {fault}", fix)]
+            )
         memory = section.get("memory_mb", 512)
         limits = Limits(_LONGEST_LIFE, memory, isolated=fault is None, bubblewrap=bubblewrap)
         return lambda: cls(limits, section.get("timeout_s", 10.0))
@@ -82,7 +89,8 @@ class Python:
 
         Raises:
             ValueError: it takes too long, or ends the interpreter.
-            EnvironmentLostError: no interpreter can be started, or its host was killed, which no code in it can do.
+            EnvironmentLostError: no interpreter can be started, or its host was killed, which no code in it
+                can do.
         """
         process = self._process = self._process or self._started()
         assert process.stdin is not None
@@ -95,7 +103,10 @@ class Python:
         answer = self._line(process, self.timeout_s)
         if answer is None:
             self.close()
-            raise ValueError(f"the code took more than {self.timeout_s:g} s; the interpreter was ended, and its variables are gone")
+            raise ValueError(
+                f"the code took more than {self.timeout_s:g} s; the interpreter was ended, and its "
+                "variables are gone"
+            )
         if "lost" in answer:
             self.close()
             raise EnvironmentLostError(answer["lost"])
@@ -106,12 +117,16 @@ class Python:
 
     def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "megarl.rollout.tools.python", json.dumps(asdict(self.limits))]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         ready = self._line(process, _START_SECONDS)
         if ready is None or "ready" not in ready:
             process.kill()
             process.wait()
-            raise EnvironmentLostError(f"no interpreter can be started: {(ready or {}).get('lost', 'it did not answer')}")
+            raise EnvironmentLostError(
+                f"no interpreter can be started: {(ready or {}).get('lost', 'it did not answer')}"
+            )
         return process
 
     def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
@@ -156,8 +171,8 @@ def _serve(limits: Limits) -> None:
 
 
 def _end_with_the_driver() -> None:
-    """Look each second whether the driver lives, also while code runs: one that was killed has told nobody. Linux would say so itself, but
-    of the thread that started this process, which may end earlier."""
+    """Look each second whether the driver lives, also while code runs: one that was killed has told nobody.
+    Linux would say so itself, but of the thread that started this process, which may end earlier."""
     parent = os.getppid()
 
     def look(*_: object) -> None:
@@ -172,12 +187,23 @@ def _output(program: Conversation, cell: Any, code: str) -> dict[str, Any]:
     try:
         return {"output": str(program.call(cell, [code]))}
     except (EndedError, RaisedError, ValueError, RecursionError):
-        return {"ended": "the code ended the interpreter, took too much memory or printed too much; its variables are gone"}
+        return {
+            "ended": (
+                "the code ended the interpreter, took too much memory or printed too much; its "
+                "variables are gone"
+            )
+        }
 
 
 @contextlib.contextmanager
 def _interpreter(limits: Limits) -> Iterator[Conversation]:
-    task = {"code": _HOST, "packages": site.getsitepackages(), "given_names": [], "given_modules": list(GIVEN_MODULES), "function": ""}
+    task = {
+        "code": _HOST,
+        "packages": site.getsitepackages(),
+        "given_names": [],
+        "given_modules": list(GIVEN_MODULES),
+        "function": "",
+    }
     with conversation(task, limits) as program:
         yield program
 

@@ -23,9 +23,10 @@ class DocumentIndex:
     """An index in memory that threads share.
 
     Args:
-        path: JSON lines, an object a document: its text under ``text`` (or ``content``, ``contents``, ``body``, ``passage``), and a
-            ``title`` where it has one; or rows as HotpotQA has them, whose paragraphs are the documents, each once. Or the name of a set of
-            such rows (``megarl.config.data_sources.NAMED_SETS``).
+        path: JSON lines, an object a document: its text under ``text`` (or ``content``, ``contents``,
+            ``body``, ``passage``), and a ``title`` where it has one; or rows as HotpotQA has them, whose
+            paragraphs are the documents, each once. Or the name of a set of such rows
+            (``megarl.config.data_sources.NAMED_SETS``).
         key: dotted key that names it, for messages.
 
     Raises:
@@ -35,11 +36,15 @@ class DocumentIndex:
     def __init__(self, path: str, key: str) -> None:
         self._lock = threading.Lock()
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
-        self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
+        self._index.execute(
+            "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
+        )
         try:
             rows = list(dict.fromkeys(_documents(path)))
         except (OSError, ValueError, DataError) as error:
-            raise ConfigError([Violation(key, path, str(error), "give JSON lines, each an object with a text")]) from error
+            raise ConfigError(
+                [Violation(key, path, str(error), "give JSON lines, each an object with a text")]
+            ) from error
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
 
     def search(self, query: str, count: int = 3) -> str:
@@ -51,10 +56,14 @@ class DocumentIndex:
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             found = self._index.execute(
-                "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?", (match, count)
+                "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?",
+                (match, count),
             ).fetchall()
         shown = [f"{title}\n{text[:_SHOWN]}" if title else text[:_SHOWN] for title, text in found]
-        return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(shown, start=1)) or "nothing was found"
+        return (
+            "\n\n".join(f"[{place}] {text}" for place, text in enumerate(shown, start=1))
+            or "nothing was found"
+        )
 
 
 def _documents(path: str) -> Iterator[tuple[str, str]]:
@@ -76,7 +85,11 @@ def _documents_of(row: Any, origin: str) -> Iterator[tuple[str, str]]:
         for title, sentences in zip(context["title"], context["sentences"], strict=True):
             yield str(title), "".join(map(str, sentences))
         return
-    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None) if isinstance(row, Mapping) else None
+    text = (
+        next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
+        if isinstance(row, Mapping)
+        else None
+    )
     if text is None:
         raise ValueError(f"{origin} is no object with a text under {', '.join(_TEXT_KEYS)}")
     yield str(row.get("title") or ""), text

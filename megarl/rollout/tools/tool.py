@@ -17,7 +17,8 @@ from megarl.rollout.tools.http import post
 from megarl.rollout.tools.search import DocumentIndex
 
 Call: TypeAlias = Callable[..., Any]
-"""Called with the arguments of the policy by name; what it returns becomes text. What it raises is the call's fault."""
+"""Called with the arguments of the policy by name; what it returns becomes text. What it raises is the call's
+fault."""
 
 _LONGEST = 100_000
 """Characters of an answer that the policy is given at most; what is longer loses its end, and says so."""
@@ -52,24 +53,38 @@ def _tool(name: str, section: ToolConfig, key: str) -> Tool:
     if kind not in _BUILT_IN:
         return _own(name, own_function(kind, f"{key}.tool"), section, f"{key}.tool")
     description, parameters, make = _BUILT_IN[kind]
-    properties = {parameter: {"type": "string", "description": about} for parameter, about in parameters.items()}
-    return Tool(name, _schema(name, section.get("description") or description, properties, list(properties)), make(section, key))
+    properties = {
+        parameter: {"type": "string", "description": about} for parameter, about in parameters.items()
+    }
+    return Tool(
+        name,
+        _schema(name, section.get("description") or description, properties, list(properties)),
+        make(section, key),
+    )
 
 
-def _schema(name: str, description: str, properties: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
+def _schema(
+    name: str, description: str, properties: Mapping[str, Any], required: Sequence[str]
+) -> dict[str, Any]:
     parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def _own(name: str, function: Callable[..., Any], section: ToolConfig, key: str) -> Tool:
-    """A tool that a function of one's own is; transformers reads what the policy is told of it from its annotations and docstring."""
+    """A tool that a function of one's own is; transformers reads what the policy is told of it from its
+    annotations and docstring."""
     from transformers.utils import get_json_schema
 
     try:
         found = get_json_schema(function)
     except Exception as error:
         fix = "annotate its parameters, and describe each in the docstring under Args:"
-        raise ConfigError([Violation(key, section["tool"], f"its docstring does not say what the tool takes: {error}", fix)]) from error
+        raise ConfigError(
+            [Violation(key, section["tool"], f"its docstring does not say what the tool takes: {error}", fix)]
+        ) from error
     described = {**found["function"], "name": name}
     if section.get("description"):
         described["description"] = section["description"]
@@ -127,7 +142,10 @@ class Toolbox:
         missing = [each for each in parameters.get("required", ()) if each not in arguments]
         unknown = [each for each in arguments if each not in parameters.get("properties", {})]
         if missing or unknown:
-            return f"{name} takes {', '.join(parameters.get('properties', {})) or 'no arguments'}, not {', '.join(arguments) or 'none'}"
+            return (
+                f"{name} takes {', '.join(parameters.get('properties', {})) or 'no arguments'}, not "
+                f"{', '.join(arguments) or 'none'}"
+            )
         return None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -136,7 +154,11 @@ class Toolbox:
             self._begun[name] = self._tools[name].begin()
         found = self._begun[name](**arguments)
         text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}\n[... {len(text) - _LONGEST:,} characters left out]"
+        return (
+            text
+            if len(text) <= _LONGEST
+            else f"{text[:_LONGEST]}\n[... {len(text) - _LONGEST:,} characters left out]"
+        )
 
     def close(self) -> None:
         """End what was begun."""

@@ -1,12 +1,15 @@
-"""Faults that nobody can cause from outside of a process, in every Python process of a run: put this directory on ``PYTHONPATH``.
+"""Faults that nobody can cause from outside of a process, in every Python process of a run: put this
+directory on ``PYTHONPATH``.
 
-Python imports a module of this name when it starts. Without ``MEGARL_TEST_FAULTS`` in the environment it does nothing. With it, a file in
-the directory that the variable names is an order, and goes when it was carried out:
+Python imports a module of this name when it starts. Without ``MEGARL_TEST_FAULTS`` in the environment it does
+nothing. With it, a file in the directory that the variable names is an order, and goes when it was carried
+out:
 
-* ``nan-RANK``, ``oom-RANK``, ``stuck-RANK``: the next layer that is trained on that rank gives NaN, has no memory, or waits for ever in a
-  loop; by torch's own hook on all modules;
-* ``eio-RANK`` or ``eio-driver`` with the lines mode (``read`` or ``write``), count and path: so many times that somebody opens a file below
-  the path fails with EIO; by Python's own audit hook. A count of 99 lasts as long as the file. ``refused-eio-RANK`` gets a byte each time.
+* ``nan-RANK``, ``oom-RANK``, ``stuck-RANK``: the next layer that is trained on that rank gives NaN, has no
+  memory, or waits for ever in a loop; by torch's own hook on all modules;
+* ``eio-RANK`` or ``eio-driver`` with the lines mode (``read`` or ``write``), count and path: so many times
+  that somebody opens a file below the path fails with EIO; by Python's own audit hook. A count of 99 lasts as
+  long as the file. ``refused-eio-RANK`` gets a byte each time.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ _opening = threading.local()
 
 
 def order(kind: str) -> str:
-    """Path of the file that orders a fault of this process, which may have learned its rank since it began."""
+    """Path of the file that orders a fault of this process, which may have learned its rank since it
+    began."""
     return os.path.join(DIRECTORY, f"{kind}-{os.environ.get('RANK', 'driver')}")
 
 
@@ -40,7 +44,8 @@ def take(path: str) -> bool:
 
 
 def await_order_of_layers() -> None:
-    """In a thread: put a hook on all modules once there is an order, so that without one no module is looked at."""
+    """In a thread: put a hook on all modules once there is an order, so that without one no module is looked
+    at."""
     while True:
         time.sleep(_LOOK_SECONDS)
         for kind in ("nan", "oom", "stuck"):
@@ -56,7 +61,13 @@ def spoil_a_layer(kind: str) -> None:
 
     def spoil(module: Any, arguments: Any, output: Any) -> Any:
         found = output if isinstance(output, torch.Tensor) else None
-        if done.is_set() or not torch.is_grad_enabled() or found is None or not found.requires_grad or not found.is_floating_point():
+        if (
+            done.is_set()
+            or not torch.is_grad_enabled()
+            or found is None
+            or not found.requires_grad
+            or not found.is_floating_point()
+        ):
             return None
         if not take(order(kind)):
             return None
@@ -64,7 +75,9 @@ def spoil_a_layer(kind: str) -> None:
         while kind == "stuck":
             time.sleep(_LOOK_SECONDS)
         if kind == "oom":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (ordered by a test).")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB (ordered by a test)."
+            )
         return found * float("nan")
 
     handle = torch.nn.modules.module.register_module_forward_hook(spoil)

@@ -1,7 +1,8 @@
 """The policy's adapter in vLLM's model: the factors that a refit brings, in place of those of the last one.
 
-vLLM loads adapters from directories, by name, and passes over what it has no layer for. Here factors come by a refit, and every one of them
-has to be where vLLM computes with it, times the policy's scale, or the refit has failed.
+vLLM loads adapters from directories, by name, and passes over what it has no layer for. Here factors come by
+a refit, and every one of them has to be where vLLM computes with it, times the policy's scale, or the refit
+has failed.
 """
 
 from __future__ import annotations
@@ -67,31 +68,46 @@ class AdapterBinding:
             RefitError: vLLM did not take a module's factors, or has others than came.
         """
         manager, scale = self._manager, self._scale
-        peft = PEFTHelper(r=scale.rank, lora_alpha=scale.alpha, use_rslora=scale.rank_stabilized, target_modules=[])
-        dtype, mapper = manager.lora_config.lora_dtype, None if self._mapper is None else self._mapper.get_rename_mapper()
-        expected = {parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype) for name, tensor in self._factors.items()}
+        peft = PEFTHelper(
+            r=scale.rank, lora_alpha=scale.alpha, use_rslora=scale.rank_stabilized, target_modules=[]
+        )
+        dtype, mapper = (
+            manager.lora_config.lora_dtype,
+            None if self._mapper is None else self._mapper.get_rename_mapper(),
+        )
+        expected = {
+            parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype)
+            for name, tensor in self._factors.items()
+        }
         copies = {name: tensor.clone() for name, tensor in self._factors.items()}
         self.clear()
         manager.remove_adapter(ADAPTER)
-        lora = LoRAModel.from_lora_tensors(ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper)
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper
+        )
         manager.add_adapter(lora)
         manager.activate_adapter(ADAPTER)
         bound = {name: factors for name, *factors in self._bound(lora)}
         factor, wrong = peft.vllm_lora_scaling_factor, set()
         for (module, is_down), tensor in expected.items():
-            if module not in bound or not torch.equal(bound[module][not is_down], tensor if is_down else tensor.mul(factor)):
+            if module not in bound or not torch.equal(
+                bound[module][not is_down], tensor if is_down else tensor.mul(factor)
+            ):
                 wrong.add(module)
         if wrong or not bound:
             raise RefitError(
-                f"vLLM computes without the adapter of {min(wrong, default='any module')}, or with other factors ({len(wrong)} of "
-                f"{len({module for module, _ in expected})} modules). Fix: leave out policy.generation.vllm_cfg.enable_lora, and engines "
+                f"vLLM computes without the adapter of {min(wrong, default='any module')}, or with other "
+                f"factors ({len(wrong)} of "
+                f"{len({module for module, _ in expected})} modules). Fix: leave out "
+                "policy.generation.vllm_cfg.enable_lora, and engines "
                 "get merged weights"
             )
         layers = [name for name in manager.modules if manager._get_lora_layer_weights(lora, name) is not None]
         return len(layers), len(manager.modules)
 
     def _bound(self, lora: LoRAModel) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the modules that vLLM computes with, and their factors; of a layer that it fuses each part."""
+        """Yield the modules that vLLM computes with, and their factors; of a layer that it fuses each
+        part."""
         for layer in self._manager.modules:
             factors = self._manager._get_lora_layer_weights(lora, layer)
             if factors is None:
@@ -99,7 +115,9 @@ class AdapterBinding:
             if not isinstance(factors.lora_a, list):
                 yield layer, factors.lora_a, factors.lora_b
                 continue
-            for name, down, up in zip(self._manager.packed_modules[layer], factors.lora_a, factors.lora_b, strict=True):
+            for name, down, up in zip(
+                self._manager.packed_modules[layer], factors.lora_a, factors.lora_b, strict=True
+            ):
                 if down is not None:
                     yield name, down, up
 

@@ -1,4 +1,5 @@
-"""vLLM's part of the configuration: defaults, rules, and the memory of a device. Loads neither torch nor vLLM."""
+"""vLLM's part of the configuration: defaults, rules, and the memory of a device. Loads neither torch nor
+vLLM."""
 
 from __future__ import annotations
 
@@ -28,17 +29,22 @@ _REFIT = "the policy's weights come by it"
 FIXED_ARGUMENTS = {
     "weight_transfer_config": _REFIT,
     "worker_extension_cls": _REFIT,
-    "logprobs_mode": "training scores the tokens after the temperature, and what generates has to score them alike",
+    "logprobs_mode": (
+        "training scores the tokens after the temperature, and what generates has to score them alike"
+    ),
     "tokenizer": "stop strings are looked for in the texts of the policy's",
     "seed": "it is drawn from the run's",
     "trust_remote_code": "code of a model's author would run in the engine",
     "distributed_executor_backend": "the places of an engine's ranks are the run's",
 }
 ONLY_ON_GPUS = {
-    "pipeline_parallel_size": "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages",
+    "pipeline_parallel_size": (
+        "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages"
+    ),
     "expert_parallel_size": "vLLM 0.32 for CPUs dies in its kernel for experts where they are divided",
 }
-"""Sizes that are 1 on a CPU, each with the reason: engines of such sizes start there, and take their weights."""
+"""Sizes that are 1 on a CPU, each with the reason: engines of such sizes start there, and take their
+weights."""
 KEYS_OF_ARGUMENTS = {
     "model": "model_name",
     "max_model_len": "vllm_cfg.max_model_len",
@@ -57,8 +63,8 @@ KEYS_OF_ARGUMENTS = {
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM 0.32 makes room for; an adapter of a lower rank than that has zeros behind it."""
 MAX_NUM_SEQS = 1024
-"""Most responses that an engine samples at a time: vLLM 0.32's own default on a GPU of 70 GiB and more. For each its sampler counts the
-tokens of the vocabulary in 4 bytes."""
+"""Most responses that an engine samples at a time: vLLM 0.32's own default on a GPU of 70 GiB and more. For
+each its sampler counts the tokens of the vocabulary in 4 bytes."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
@@ -68,7 +74,9 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
         generation: the section.
         engines: what the engines take of the policy unless ``vllm_cfg`` says otherwise.
     """
-    filled = fill(generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}})
+    filled = fill(
+        generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}}
+    )
     if isinstance(filled["vllm_cfg"], dict):
         filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **defaults_of(VllmConfig)})
     return filled
@@ -76,13 +84,17 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
 
 def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config:
     """``complete_vllm`` for the engines of a policy."""
-    of_policy = {"precision": policy.get("precision"), "max_model_len": policy.get("max_total_sequence_length")}
+    of_policy = {
+        "precision": policy.get("precision"),
+        "max_model_len": policy.get("max_total_sequence_length"),
+    }
     return complete_vllm(generation, of_policy)
 
 
 def sized(view: View) -> GenerationConfig:
-    """The ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the rows that an engine gets in a step of
-    training, unless the section says otherwise. Further rows, as of a large validation, wait in the engine's queue."""
+    """The ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the rows that
+    an engine gets in a step of training, unless the section says otherwise. Further rows, as of a large
+    validation, wait in the engine's queue."""
     generation: GenerationConfig = view[GENERATION]
     given, settings = generation.get("vllm_kwargs") or {}, generation["vllm_cfg"]
     if "max_num_seqs" in given:
@@ -98,7 +110,9 @@ def sized(view: View) -> GenerationConfig:
         # a size of the batch is missing or of the wrong type, which is reported by itself
         return generation
     engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
-    return put(generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))})
+    return put(
+        generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}
+    )
 
 
 def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
@@ -115,12 +129,20 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
         facts: sizes of the model.
     """
     settings = generation["vllm_cfg"]
-    tensor, stages, element = settings["tensor_parallel_size"], settings["pipeline_parallel_size"], BYTES[settings["precision"]]
+    tensor, stages, element = (
+        settings["tensor_parallel_size"],
+        settings["pipeline_parallel_size"],
+        BYTES[settings["precision"]],
+    )
     layers, device = -(-facts.num_layers // stages), device_gib(cluster)
-    budget, share = int(settings["gpu_memory_utilization"] * device * GIB), f"{settings['gpu_memory_utilization']:g} of {device:g} GiB"
+    budget, share = (
+        int(settings["gpu_memory_utilization"] * device * GIB),
+        f"{settings['gpu_memory_utilization']:g} of {device:g} GiB",
+    )
     parameters = model_parameters(facts, tensor)
     if stages > 1:
-        # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most layers that a stage has
+        # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most
+        # layers that a stage has
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
@@ -128,19 +150,22 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
     # divided over the ranks or cut over them
     experts = expert_layer_parameters(facts, 1, tensor) * element
-    return EngineMemory(parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest, experts)
+    return EngineMemory(
+        parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest, experts
+    )
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
-    """Numbers that a rank of an engine keeps of a token in each layer: keys and values of its heads, or of latent attention what these are
-    projected up from, which each rank has as a whole."""
+    """Numbers that a rank of an engine keeps of a token in each layer: keys and values of its heads, or of
+    latent attention what these are projected up from, which each rank has as a whole."""
     if facts.latent_attention is not None:
         return facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
     return 2 * -(-facts.num_key_value_heads // tensor) * facts.head_dim
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
-    """The engine's weights have room in its share of a device; without that, engines would fail after minutes of starting."""
+    """The engine's weights have room in its share of a device; without that, engines would fail after minutes
+    of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
@@ -149,7 +174,8 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         longest = view[f"{VLLM}.max_model_len"]
         if needed.cached_tokens < longest and view[f"{VLLM}.kv_cache_gb"] is None:
             bound = (
-                f"{needed.weights / GIB:.1f} GiB of weights leave room for keys and values of {needed.cached_tokens:,} tokens, and "
+                f"{needed.weights / GIB:.1f} GiB of weights leave room for keys and values of "
+                f"{needed.cached_tokens:,} tokens, and "
                 f"{VLLM}.max_model_len = {longest:,}"
             )
             sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor))
@@ -163,16 +189,24 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         return facts.num_attention_heads % size == 0 and divided.weights < divided.budget
 
     bound = (
-        f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in gpu_memory_utilization = {share:g} of "
+        f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in "
+        f"gpu_memory_utilization = {share:g} of "
         f"cluster.device_memory_gib = {device_gib(cluster):g} GiB"
     )
     sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor and fits(size)))
     larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
-    yield Violation(f"{VLLM}.tensor_parallel_size", tensor, bound, "give the engine more or larger devices", (*sizes, *larger))
+    yield Violation(
+        f"{VLLM}.tensor_parallel_size",
+        tensor,
+        bound,
+        "give the engine more or larger devices",
+        (*sizes, *larger),
+    )
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
-    """The ranks of a node make whole engines, or an engine fills whole nodes, which divide those that generate."""
+    """The ranks of a node make whole engines, or an engine fills whole nodes, which divide those that
+    generate."""
     key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", generation_shape(view) or training_shape(view)
     stages = view[f"{VLLM}.pipeline_parallel_size"]
     if view[key] >= 1 and stages >= 1 and not fills_places(view[key] * stages, nodes, ranks):
@@ -181,21 +215,32 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
         over = f", or be {ranks} times a divisor of the {nodes} nodes" if nodes > 1 else ""
         bound = f"it{times} must divide the {ranks} ranks that generate on a node{over}"
         candidates = tuple(_whole_engines(view, nodes, ranks))
-        yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks", candidates)
+        yield Violation(
+            key, view[key], bound, f"{fix}, or give generation another number of ranks", candidates
+        )
 
 
 def fills_places(size: int, nodes: int, ranks: int) -> bool:
-    """Whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a node, or each on several nodes."""
+    """Whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a node, or
+    each on several nodes."""
     return ranks % size == 0 or (size % ranks == 0 and nodes % (size // ranks) == 0)
 
 
 def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield sizes of engines that fill the nodes, and numbers of ranks of a node that engines of these sizes divide."""
+    """Yield sizes of engines that fill the nodes, and numbers of ranks of a node that engines of these sizes
+    divide."""
     key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
     tensor, stages = view[key], view[stages_key]
     if ranks % stages == 0:
         yield from each_of(key, divisors_near(ranks // stages, tensor))
-    yield from each_of(key, (ranks * over // stages for over in divisors_near(nodes, 1) if over > 1 and ranks * over % stages == 0))
+    yield from each_of(
+        key,
+        (
+            ranks * over // stages
+            for over in divisors_near(nodes, 1)
+            if over > 1 and ranks * over % stages == 0
+        ),
+    )
     for fewer in divisors_near(ranks, stages):
         yield from ({stages_key: fewer, key: size} for size in divisors_near(ranks // fewer, tensor))
     if view["cluster.num_nodes"] == 1 and generation_shape(view) is not None:
@@ -212,12 +257,14 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
     for key, reason in ONLY_ON_GPUS.items():
         if view[f"{VLLM}.{key}"] > 1:
             bound, candidates = f"cluster.device is cpu: {reason}", each_of(f"{VLLM}.{key}", [1])
-            yield Violation(f"{VLLM}.{key}", view[f"{VLLM}.{key}"], bound, "write 1, or remove the line", candidates)
+            yield Violation(
+                f"{VLLM}.{key}", view[f"{VLLM}.{key}"], bound, "write 1, or remove the line", candidates
+            )
 
 
 def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
-    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU. Models of Qwen3.5 import torchvision, with which
-    none was run."""
+    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU. Models of Qwen3.5
+    import torchvision, with which none was run."""
     net = view.facts.gated_delta
     view.require(net is not None and view["cluster.device"] == "cpu" and view.facts.family == "qwen3_next")
     assert net is not None
@@ -226,15 +273,24 @@ def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
         bound = "vLLM 0.32 for CPUs computes gated delta nets in bfloat16 alone"
         yield Violation(precision, view[precision], bound, "write bfloat16", each_of(precision, ["bfloat16"]))
     if net.key_width != net.value_width:
-        bound = f"vLLM 0.32 for CPUs takes linear_key_head_dim = {net.key_width} with as wide values alone, and they have {net.value_width}"
-        yield Violation("policy.model_name", view["policy.model_name"], bound, f"write megatron in {GENERATION}.backend")
+        bound = (
+            f"vLLM 0.32 for CPUs takes linear_key_head_dim = {net.key_width} with as wide values alone, "
+            f"and they have {net.value_width}"
+        )
+        yield Violation(
+            "policy.model_name", view["policy.model_name"], bound, f"write megatron in {GENERATION}.backend"
+        )
     if view[kwargs].get("enable_prefix_caching", True):
-        bound = "states of prompts are kept only where vLLM reads these in pieces, which winds back the seeds of rows on a CPU"
+        bound = (
+            "states of prompts are kept only where vLLM reads these in pieces, which winds back the "
+            "seeds of rows on a CPU"
+        )
         yield Violation(kwargs, view[kwargs], bound, "add enable_prefix_caching: false")
 
 
 def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Experts are divided over all tensor-parallel ranks of an engine or none: vLLM knows only whether they are."""
+    """Experts are divided over all tensor-parallel ranks of an engine or none: vLLM knows only whether they
+    are."""
     key, size = f"{VLLM}.expert_parallel_size", view[f"{VLLM}.expert_parallel_size"]
     view.require(size > 1)
     tensor = view[f"{VLLM}.tensor_parallel_size"]
@@ -250,22 +306,34 @@ def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
     key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
     if view[key] >= 1 and heads % view[key]:
         bound = f"it must divide the {heads} attention heads"
-        yield Violation(key, view[key], bound, "write a divisor of them", each_of(key, divisors_near(heads, view[key])))
+        yield Violation(
+            key, view[key], bound, "write a divisor of them", each_of(key, divisors_near(heads, view[key]))
+        )
 
 
 def engine_reaches_length(view: View) -> Iterator[Violation]:
     """The engine takes any sequence that the policy does, or answers would be cut short."""
     key, longest = f"{VLLM}.max_model_len", view[LONGEST]
     if view[key] < longest:
-        yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it", ({key: longest},))
+        yield Violation(
+            key,
+            view[key],
+            f"it must be at least {LONGEST} = {longest}",
+            "remove the line, or raise it",
+            ({key: longest},),
+        )
 
 
 def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
-    """On GPUs vLLM takes its second model runner, which has a seed for each response at no cost and no faster sampler without."""
+    """On GPUs vLLM takes its second model runner, which has a seed for each response at no cost and no faster
+    sampler without."""
     key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
     view.require(view["cluster.device"] != "cpu" and view[key])
     if str((view[f"{VLLM}.env_vars"] or {}).get(variable)) != "0":
-        bound = "vLLM takes its second model runner on a GPU, where one seed for all responses makes nothing faster"
+        bound = (
+            "vLLM takes its second model runner on a GPU, where one seed for all responses makes "
+            "nothing faster"
+        )
         fix = f'write false, or take the first one by {VLLM}.env_vars: {{{variable}: "0"}}'
         yield Violation(key, True, bound, fix, each_of(key, [False]))
 
@@ -276,20 +344,44 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
     view.require(view[key])
     without = "write false, and engines get whole weights"
     if not view.get("policy.peft.enabled", False):
-        yield Violation(key, True, "policy.peft.enabled is false, so that there are no adapters to send", "write false")
+        yield Violation(
+            key, True, "policy.peft.enabled is false, so that there are no adapters to send", "write false"
+        )
         return
     if view[f"{VLLM}.load_format"] != "auto":
         bound = f"{key} is true, and refits then bring adapters alone"
-        yield Violation(f"{VLLM}.load_format", view[f"{VLLM}.load_format"], bound, "write auto: engines read the model from its files")
+        yield Violation(
+            f"{VLLM}.load_format",
+            view[f"{VLLM}.load_format"],
+            bound,
+            "write auto: engines read the model from its files",
+        )
     if view["policy.peft.dim"] > LORA_RANKS[-1]:
-        yield Violation("policy.peft.dim", view["policy.peft.dim"], f"vLLM computes with ranks up to {LORA_RANKS[-1]} ({key})", without)
+        yield Violation(
+            "policy.peft.dim",
+            view["policy.peft.dim"],
+            f"vLLM computes with ranks up to {LORA_RANKS[-1]} ({key})",
+            without,
+        )
     if view[f"{VLLM}.pipeline_parallel_size"] > 1:
-        yield Violation(key, True, "engines of several pipeline stages get whole weights in this version", without)
+        yield Violation(
+            key, True, "engines of several pipeline stages get whole weights in this version", without
+        )
     if view.facts.num_experts:
-        yield Violation(key, True, "engines of a mixture of experts get whole weights in this version", without)
+        yield Violation(
+            key, True, "engines of a mixture of experts get whole weights in this version", without
+        )
     if view["cluster.device"] != "cpu" and view[f"{GENERATION}.colocated.enabled"]:
-        bound = "engines on the policy's GPUs let go of the model while it trains, and no refit would bring it back"
-        yield Violation(key, True, bound, f"{without}; or {GENERATION}.colocated.enabled: false, with devices of their own")
+        bound = (
+            "engines on the policy's GPUs let go of the model while it trains, and no refit would bring "
+            "it back"
+        )
+        yield Violation(
+            key,
+            True,
+            bound,
+            f"{without}; or {GENERATION}.colocated.enabled: false, with devices of their own",
+        )
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
@@ -299,7 +391,12 @@ def engine_arguments_are_free(view: View) -> Iterator[Violation]:
         if name in FIXED_ARGUMENTS:
             yield Violation(f"{key}.{name}", given[name], FIXED_ARGUMENTS[name], "remove it")
         elif name in KEYS_OF_ARGUMENTS:
-            yield Violation(f"{key}.{name}", given[name], "another key decides on it", f"write {GENERATION}.{KEYS_OF_ARGUMENTS[name]}")
+            yield Violation(
+                f"{key}.{name}",
+                given[name],
+                "another key decides on it",
+                f"write {GENERATION}.{KEYS_OF_ARGUMENTS[name]}",
+            )
 
 
 RULES: tuple[Rule, ...] = (

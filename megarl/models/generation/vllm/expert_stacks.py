@@ -1,8 +1,10 @@
-"""Experts of a mixture as vLLM takes them with least work: three stacks a layer in the place of three weights for each expert.
+"""Experts of a mixture as vLLM takes them with least work: three stacks a layer in the place of three weights
+for each expert.
 
-vLLM's layer-wise reload works through every weight three times: it binds the loader's arguments, counts what would be copied, and copies
-once the layer is complete. For thousands of experts that takes seconds of a host. Its loader of experts takes a stack of all experts of
-this rank as well, so the weights are copied into one as they come, and experts of other ranks are left out.
+vLLM's layer-wise reload works through every weight three times: it binds the loader's arguments, counts what
+would be copied, and copies once the layer is complete. For thousands of experts that takes seconds of a host.
+Its loader of experts takes a stack of all experts of this rank as well, so the weights are copied into one as
+they come, and experts of other ranks are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.slices import PartialWeight, Slice, Slices
 
-# where the base of a LoRA layer or vLLM's runner of experts stands in a module's name, and not in that of a weight
+# where the base of a LoRA layer or vLLM's runner of experts stands in a module's name, and not in that of a
+# weight
 _INNER = ".routed_experts"
 
 
@@ -53,7 +56,9 @@ class _Stack:
     def add(self, places: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
         """Copy what is read of some experts."""
         if self.values is None:
-            self.values = torch.empty((self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device)
+            self.values = torch.empty(
+                (self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device
+            )
             self.pieces, self.missing = self.values.unbind(), self.count
         torch._foreach_copy_([self.pieces[place] for place in places], list(parts))
         self.missing -= len(parts)
@@ -67,7 +72,9 @@ class _Stack:
             weight = PartialWeight.of(weight, (self.count, *self.whole), where)
         self.forget()
         parameter: Any = getattr(self.layer, self.name.rpartition(".")[2])
-        parameter.weight_loader(parameter, weight, self.name, shard_id=self.shard, expert_id=self.expert, return_success=True)
+        parameter.weight_loader(
+            parameter, weight, self.name, shard_id=self.shard, expert_id=self.expert, return_success=True
+        )
 
     def forget(self) -> None:
         self.values, self.pieces, self.missing = None, (), 0
@@ -97,7 +104,8 @@ class ExpertStacks:
         return self._places.keys()
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Copy what is read of experts' weights, hand each stack that is complete to its loader, and yield the parameter's name then."""
+        """Copy what is read of experts' weights, hand each stack that is complete to its loader, and yield
+        the parameter's name then."""
         coming: dict[_Stack, tuple[list[int], list[torch.Tensor]]] = {}
         for name, part in weights.items():
             stack, place = self._places[name]
@@ -118,15 +126,22 @@ class ExpertStacks:
 
 
 def _takes_stacks(layer: RoutedExperts) -> bool:
-    """Whether vLLM's loader of a layer takes the experts of this rank together: plain ones, each of them once."""
+    """Whether vLLM's loader of a layer takes the experts of this rank together: plain ones, each of them
+    once."""
     config = layer.moe_config
     plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod) and not layer.lora_base_layer_prefix
-    once = config.num_experts == config.num_logical_experts and not layer.expert_map_manager.num_fused_shared_experts
+    once = (
+        config.num_experts == config.num_logical_experts
+        and not layer.expert_map_manager.num_fused_shared_experts
+    )
     return plain and once and config.is_act_and_mul
 
 
-def _stacks_of(name: str, layer: RoutedExperts, infos: Mapping[str, TensorInfo], reads: Slices) -> Iterator[tuple[_Stack, dict[str, int]]]:
-    """The stacks of a layer, each with the names of its weights and their places. A stack whose experts are not read alike is left out."""
+def _stacks_of(
+    name: str, layer: RoutedExperts, infos: Mapping[str, TensorInfo], reads: Slices
+) -> Iterator[tuple[_Stack, dict[str, int]]]:
+    """The stacks of a layer, each with the names of its weights and their places. A stack whose experts are
+    not read alike is left out."""
     shards = (("w1", "w13_weight", layer.ckpt_gate_proj_name), ("w3", "w13_weight", layer.ckpt_up_proj_name))
     for shard, parameter, module in (*shards, ("w2", "w2_weight", layer.ckpt_down_proj_name)):
         experts = range(layer.moe_config.num_experts)
@@ -135,9 +150,20 @@ def _stacks_of(name: str, layer: RoutedExperts, infos: Mapping[str, TensorInfo],
         here = [expert for expert in experts if places[expert] >= 0]
         if not here or any(name not in infos for name in names):
             continue
-        alike = {(infos[names[expert]].shape, infos[names[expert]].dtype, reads.get(names[expert])) for expert in here}
-        elsewhere = {where.length if (where := reads.get(names[expert])) else None for expert in experts if places[expert] < 0}
-        if len(alike) > 1 or not elsewhere <= ({0} if reads else {None}) or len(here) != layer.local_num_experts:
+        alike = {
+            (infos[names[expert]].shape, infos[names[expert]].dtype, reads.get(names[expert]))
+            for expert in here
+        }
+        elsewhere = {
+            where.length if (where := reads.get(names[expert])) else None
+            for expert in experts
+            if places[expert] < 0
+        }
+        if (
+            len(alike) > 1
+            or not elsewhere <= ({0} if reads else {None})
+            or len(here) != layer.local_num_experts
+        ):
             continue
         [(whole, _, where)] = alike
         stack = _Stack(layer, f"{name}.{parameter}", shard, here[0], len(here), whole, where)

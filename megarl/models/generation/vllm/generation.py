@@ -27,7 +27,8 @@ class VllmGeneration(EngineGroup):
 
     Args:
         cluster: gives the places; an engine takes as many neighbouring ones as it has ranks.
-        config: the generation configuration, completed by ``configure_generation_config``; optional keys may be absent.
+        config: the generation configuration, completed by ``configure_generation_config``; optional keys may
+            be absent.
         name_prefix: opens the workers' names.
         workers_per_node: not used; the NeMo-RL policy API has it.
         model: directory or hub id of the model; ``config["model_name"]`` by default.
@@ -67,7 +68,11 @@ class VllmGeneration(EngineGroup):
         on_cpu = not cluster.use_gpus
         scale = None
         if adapter is not None:
-            scale = {"rank": adapter["dim"], "alpha": adapter["alpha"], "rank_stabilized": adapter["use_rslora"]}
+            scale = {
+                "rank": adapter["dim"],
+                "alpha": adapter["alpha"],
+                "rank_stabilized": adapter["use_rslora"],
+            }
         places = engine_places(cluster, ranks, _SETTINGS)
         make = functools.partial(
             RayWorkerGroup,
@@ -75,7 +80,9 @@ class VllmGeneration(EngineGroup):
             RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
             bundle_indices_list=[place for of_engine in places for place in of_engine],
-            sharding_annotations=NamedSharding(np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]),
+            sharding_annotations=NamedSharding(
+                np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]
+            ),
             env_vars={
                 "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
                 # at each refit it would warn of every module that has no weights
@@ -106,5 +113,6 @@ class VllmGeneration(EngineGroup):
 
     @property
     def takes_requests(self) -> bool:
-        """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what waits together."""
+        """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what
+        waits together."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

@@ -1,7 +1,8 @@
 """Engines over several nodes: each node's part of an engine, and what runs on the nodes behind its first one.
 
-The first node runs vLLM itself, with the scheduler; the others run its ranks there, which hear the first one's calls. This is vLLM's own
-start over nodes by its executor of processes (``--nnodes``, ``--node-rank``, ``--master-addr``), with Ray's actors in place of commands.
+The first node runs vLLM itself, with the scheduler; the others run its ranks there, which hear the first
+one's calls. This is vLLM's own start over nodes by its executor of processes (``--nnodes``, ``--node-rank``,
+``--master-addr``), with Ray's actors in place of commands.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Part:
     port: int
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``LLM``, beside those of every engine. Over nodes vLLM takes its executor by name only."""
+        """Arguments of ``LLM``, beside those of every engine. Over nodes vLLM takes its executor by name
+        only."""
         return {
             "nnodes": self.nodes,
             "node_rank": self.node,
@@ -37,7 +39,8 @@ class Part:
 
 
 class Follower:
-    """The ranks of an engine on a node that is not its first: they do what the first node's executor asks for.
+    """The ranks of an engine on a node that is not its first: they do what the first node's executor asks
+    for.
 
     Args:
         options: arguments of ``LLM``, those of the node's ``Part`` among them.

@@ -26,20 +26,25 @@ def completed(
 
     Args:
         config: the generation configuration.
-        model, longest, dtype: in place of its ``model_name``, ``vllm_cfg.max_model_len`` and ``vllm_cfg.precision``.
+        model, longest, dtype: in place of its ``model_name``, ``vllm_cfg.max_model_len`` and
+            ``vllm_cfg.precision``.
 
     Raises:
         ConfigError: a value is absent that nothing here can know.
     """
     filled = complete_vllm(config)
     given = {"max_model_len": longest, "precision": dtype}
-    filled["vllm_cfg"] = settings = {**filled["vllm_cfg"], **{key: value for key, value in given.items() if value is not None}}
+    filled["vllm_cfg"] = settings = {
+        **filled["vllm_cfg"],
+        **{key: value for key, value in given.items() if value is not None},
+    }
     filled["model_name"] = model or filled.get("model_name")
     absent = [key for key in ("model_name", "max_new_tokens", *OF_THE_TOKENIZER) if filled.get(key) is None]
     absent += [f"vllm_cfg.{key}" for key in given if settings.get(key) is None]
     if absent:
         raise ConfigError(
-            f"the generation configuration lacks {', '.join(absent)}. Fix: write them; {' and '.join(OF_THE_TOKENIZER)} come from "
+            f"the generation configuration lacks {', '.join(absent)}. Fix: write them; "
+            f"{' and '.join(OF_THE_TOKENIZER)} come from "
             "configure_generation_config(config, tokenizer)"
         )
     return cast(GenerationConfig, filled)
@@ -84,7 +89,8 @@ def engine_options(
         "enforce_eager": settings["enforce_eager"],
         "gpu_memory_utilization": settings["gpu_memory_utilization"],
         "enable_sleep_mode": shared and not on_cpu,
-        # the answers to one prompt share its keys and values; a refit forgets what was computed with older weights
+        # the answers to one prompt share its keys and values; a refit forgets what was computed with older
+        # weights
         "enable_prefix_caching": True,
         # of the distribution that tokens are drawn from, as the policy's are
         "logprobs_mode": "processed_logprobs",
@@ -98,14 +104,20 @@ def engine_options(
     elif on_cpu:
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
     if adapter is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"])}
+        options |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"]),
+        }
     further = config.get("vllm_kwargs") or {}
     if on_cpu:
         options["block_size"] = 32
-        # of a prompt that it takes in pieces vLLM winds the row's random numbers back, which torch cannot on a CPU
+        # of a prompt that it takes in pieces vLLM winds the row's random numbers back, which torch cannot on
+        # a CPU
         options["enable_chunked_prefill"] = False
     else:
-        # kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which a refit was never seen to load
+        # kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which a refit was never
+        # seen to load
         options["moe_backend"] = "triton"
         # the policy gets the memory of CUDA graphs too while the engine sleeps
         options["sleep_mode_offload_cudagraph"] = shared and not settings["enforce_eager"]
@@ -114,14 +126,16 @@ def engine_options(
     if part is not None:
         options |= part.options()
     elif ranks_of(settings) > 1:
-        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the actor's are the engine's already
+        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the
+        # actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
     return {**options, **further}
 
 
 def capture_sizes(rows: int) -> list[int]:
-    """Batch sizes that vLLM captures CUDA graphs of, for at most so many rows: vLLM's own steps, and the whole batch. Without it a batch
-    between two steps would run without a graph, since none of them may be larger than the batch."""
+    """Batch sizes that vLLM captures CUDA graphs of, for at most so many rows: vLLM's own steps, and the
+    whole batch. Without it a batch between two steps would run without a graph, since none of them may be
+    larger than the batch."""
     largest = min(rows, LARGEST_GRAPH)
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
     return sorted({size for size in steps if size < largest} | {largest})

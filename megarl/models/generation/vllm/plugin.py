@@ -23,13 +23,18 @@ def register() -> None:
 
 
 def require_entry_point() -> None:
-    """Refuse a megarl that is found by its path alone: vLLM's other processes would not know its engines of weight transfer.
+    """Refuse a megarl that is found by its path alone: vLLM's other processes would not know its engines of
+    weight transfer.
 
     Raises:
         ConfigError: no installed distribution has the entry point.
     """
-    if not any(entry.value.startswith(f"{__name__}:") for entry in importlib.metadata.entry_points(group=GROUP)):
+    if not any(
+        entry.value.startswith(f"{__name__}:") for entry in importlib.metadata.entry_points(group=GROUP)
+    ):
         raise ConfigError(
-            f"policy.generation.backend = 'vllm': no installed distribution has megarl's entry point in {GROUP}, by which vLLM's processes "
-            "find what receives weights. Fix: install megarl where the workers run (pip install -e .); PYTHONPATH alone is not enough"
+            "policy.generation.backend = 'vllm': no installed distribution has megarl's entry point in "
+            f"{GROUP}, by which vLLM's processes "
+            "find what receives weights. Fix: install megarl where the workers run (pip install -e .); "
+            "PYTHONPATH alone is not enough"
         )

@@ -32,8 +32,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """vLLM's answer to one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit
-    ended
+    """vLLM's answer to one prompt: tokens, their log-probabilities (NaN where none were asked for), and
+    whether a length limit ended
     it."""
 
     tokens: Sequence[int]
@@ -44,17 +44,20 @@ class Answer:
 NO_ROOM = Answer((), (), truncated=True)
 
 
-def requests_of(data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool) -> list[Request]:
+def requests_of(
+    data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool
+) -> list[Request]:
     """The prompts that have room for an answer.
 
     Args:
-        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings``, ``sampling_seeds`` and
-            ``max_new_tokens`` [B].
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings``,
+            ``sampling_seeds`` and ``max_new_tokens`` [B].
         config: the generation configuration.
         longest: most tokens of prompt and answer together.
         greedy: take the most likely token instead of sampling.
 
-    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, no prompt has a seed of its own; see ``seed_of_call``.
+    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, no prompt has a seed of its own; see
+    ``seed_of_call``.
 
     Raises:
         BatchError: a stop string is empty.
@@ -63,7 +66,11 @@ def requests_of(data: Mapping[str, Any], config: GenerationConfig, longest: int,
     stops = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     seeded = "sampling_seeds" in data and not _is_fast(config)
     seeds = data["sampling_seeds"].tolist() if seeded else [None] * len(lengths)
-    most = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [config["max_new_tokens"]] * len(lengths)
+    most = (
+        data["max_new_tokens"].tolist()
+        if "max_new_tokens" in data
+        else [config["max_new_tokens"]] * len(lengths)
+    )
     settings = SamplingSettings.of(config, greedy=greedy)
     found = []
     for row, (length, stop, seed) in enumerate(zip(lengths, stops, seeds, strict=True)):
@@ -91,7 +98,8 @@ def requests_of(data: Mapping[str, Any], config: GenerationConfig, longest: int,
 def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | None:
     """Seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its first row.
 
-    So engines and steps differ, and a resumed run draws alike. None where each row has its own, and where there are no rows.
+    So engines and steps differ, and a resumed run draws alike. None where each row has its own, and where
+    there are no rows.
     """
     if not _is_fast(config) or not len(data.get("sampling_seeds", ())):
         return None
@@ -119,11 +127,15 @@ def answer_of(completion: Any) -> Answer:
     return Answer(tokens, logprobs, completion.finish_reason == "length")
 
 
-def assembled(data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int) -> BatchedDataDict[Any]:
+def assembled(
+    data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int
+) -> BatchedDataDict[Any]:
     """The NeMo-RL policy API's output of all rows; those without an answer had no room for one."""
     lengths = data["input_lengths"].tolist()
     given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
-    width = max((length + len(answer.tokens) for length, answer in zip(lengths, given, strict=True)), default=0)
+    width = max(
+        (length + len(answer.tokens) for length, answer in zip(lengths, given, strict=True)), default=0
+    )
     ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     logprobs = torch.zeros(len(lengths), width)
     for row, (length, answer) in enumerate(zip(lengths, given, strict=True)):

@@ -1,7 +1,7 @@
 """The files that vLLM's processes share memory by, taken away as soon as all of them have it.
 
-The memory itself stays until the last process lets go of it, however that one ends. A file that still has its name then, as of a process
-that was killed, would hold the memory until the machine is started anew.
+The memory itself stays until the last process lets go of it, however that one ends. A file that still has its
+name then, as of a process that was killed, would hold the memory until the machine is started anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _OF_KERNELS = "/dev/shm/vllm_dist_"
 
 
 def remove_names() -> None:
-    """Remove the files of all shared memory that this process has of vLLM; nobody can open it by name afterwards."""
+    """Remove the files of all shared memory that this process has of vLLM; nobody can open it by name
+    afterwards."""
     for block in _blocks():
         with contextlib.suppress(FileNotFoundError):
             block.unlink()

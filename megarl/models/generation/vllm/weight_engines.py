@@ -1,8 +1,9 @@
-"""Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its own part of them, out of full
-ones, or of slices where the policy's rank beside it gives just what it reads.
+"""Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its
+own part of them, out of full ones, or of slices where the policy's rank beside it gives just what it reads.
 
-Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps what came before until then;
-so what is read of a weight is copied once out of the transfer buffer. Experts of a layer are handed over together (``expert_stacks``).
+Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps
+what came before until then; so what is read of a weight is copied once out of the transfer buffer. Experts of
+a layer are handed over together (``expert_stacks``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -40,8 +45,10 @@ class Connection(WeightTransferInitInfo):
 
     Attributes:
         weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
-        address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for shared memory.
-        adapter: fields of an ``AdapterScale``, where the weights are factors of an adapter; None for the model's own.
+        address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for
+            shared memory.
+        adapter: fields of an ``AdapterScale``, where the weights are factors of an adapter; None for the
+            model's own.
     """
 
     weights: list[list[Any]]
@@ -51,8 +58,8 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """One message of a refit: for shared memory the number of a refit that comes by itself, or handles by device of one group of it; for a
-    broadcast nothing; or that no more will come."""
+    """One message of a refit: for shared memory the number of a refit that comes by itself, or handles by
+    device of one group of it; for a broadcast nothing; or that no more will come."""
 
     handles: dict[str, Any] | None = None
     ticket: int | None = None
@@ -97,11 +104,13 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         except BaseException as error:
             self._abandon_after(error)
             raise
-        # as loaders see the model: what a layer makes of its weights, such as latent attention, is a parameter only afterwards
+        # as loaders see the model: what a layer makes of its weights, such as latent attention, is a
+        # parameter only afterwards
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
+        """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before
+        its finish."""
         try:
             if update_info.get("given_up"):
                 raise RefitError("the refit was given up")
@@ -111,8 +120,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand weights to vLLM's model, one after another, and experts in stacks: it keeps copies of what this rank reads until their layer
-        is whole, and no more than that."""
+        """Hand weights to vLLM's model, one after another, and experts in stacks: it keeps copies of what
+        this rank reads until their layer is whole, and no more than that."""
         if self._adapter is not None:
             self._adapter.take(weights)
             return
@@ -130,13 +139,15 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        """What is read of a weight that came, as which slice of the whole weight, and the shape of that; None where it is all of it."""
+        """What is read of a weight that came, as which slice of the whole weight, and the shape of that; None
+        where it is all of it."""
         where = (self._reads or {}).get(name)
         return (tensor if where is None else where.of(tensor)), where, tensor.shape
 
     def _reads_of_weights(self) -> Slices:
-        """The slices that this rank reads of the weights, without those that it reads whole; found out once, by loading weights without
-        values. What the model has is as before. Never an error, of which vLLM would hear from one rank alone."""
+        """The slices that this rank reads of the weights, without those that it reads whole; found out once,
+        by loading weights without values. What the model has is as before. Never an error, of which vLLM
+        would hear from one rank alone."""
         if self._reads is None:
             try:
                 # a rank that is alone reads all, and every one does of factors
@@ -144,7 +155,11 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 self._reads = {} if whole else self._look_on(self._tensors)
             except Exception as error:
                 model = type(self.model).__name__
-                logger.warning("what vLLM's loaders of %s read was not found out, and weights come whole: %s", model, error)
+                logger.warning(
+                    "what vLLM's loaders of %s read was not found out, and weights come whole: %s",
+                    model,
+                    error,
+                )
                 self._reads = {}
         return self._reads
 
@@ -162,8 +177,11 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 except Exception as error:
                     if not given:
                         raise
-                    # of a loader that wants to see values. The weight goes whole, and the one before, for it may have been looked ahead
-                    logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
+                    # of a loader that wants to see values. The weight goes whole, and the one before, for it
+                    # may have been looked ahead
+                    logger.info(
+                        "%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error
+                    )
                     for info in given[-2:]:
                         notes.pop(info.name, None)
                 left = left[len(given) :] if given else []
@@ -204,24 +222,32 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             raise RefitError(_ENDED_EARLY)
         if missing:
             raise RefitError(
-                f"no weight of the policy fills {missing[0]} and {len(missing) - 1} more of vLLM's parameters: give both one model"
+                f"no weight of the policy fills {missing[0]} and {len(missing) - 1} more of vLLM's "
+                "parameters: give both one model"
             )
 
     def bind_adapter(self) -> None:
-        """Compute with the factors that came from now on. After the refit's end, with which vLLM throws all adapters away."""
+        """Compute with the factors that came from now on. After the refit's end, with which vLLM throws all
+        adapters away."""
         assert self._adapter is not None, "weights are factors of an adapter"
         with _taking_memory(self.model):
             bound, layers = self._adapter.bind()
         if not self._has_said_bound and self.parallel_config.rank == 0:
             self._has_said_bound = True
-            logger.warning("the adapter is beside %d of vLLM's %d layers that can have one (%.0f %%)", bound, layers, 100 * bound / layers)
+            logger.warning(
+                "the adapter is beside %d of vLLM's %d layers that can have one (%.0f %%)",
+                bound,
+                layers,
+                100 * bound / layers,
+            )
 
     def _abandon(self) -> None:
-        """Give the model the tensors back that it had before the reload, some with new values, and let go of the weights that wait.
+        """Give the model the tensors back that it had before the reload, some with new values, and let go of
+        the weights that wait.
 
-        The reload's own end would take a layer for done in which it broke off, for lack of memory say: it would leave the unpacked weights
-        there, which the next reload cannot fill, and which a CUDA graph does not look at. A layer into which nothing was loaded gets its
-        tensors back.
+        The reload's own end would take a layer for done in which it broke off, for lack of memory say: it
+        would leave the unpacked weights there, which the next reload cannot fill, and which a CUDA graph does
+        not look at. A layer into which nothing was loaded gets its tensors back.
         """
         if self._adapter is not None:
             self._adapter.clear()
@@ -230,10 +256,13 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._stacks.forget()
         for layer in self.model.modules():
             reload = get_layerwise_info(layer)
-            # they are noted first of all that a reload does to a layer; what makes it count as one that is reloaded comes last
+            # they are noted first of all that a reload does to a layer; what makes it count as one that is
+            # reloaded comes last
             if reload.kernel_tensors is not None:
                 reload.load_numel, reload.load_numel_total = 0, reload.load_numel_total or 0
-                reload.kernel_non_persistent_buffers = reload.kernel_non_persistent_buffers or set(layer._non_persistent_buffers_set)
+                reload.kernel_non_persistent_buffers = reload.kernel_non_persistent_buffers or set(
+                    layer._non_persistent_buffers_set
+                )
                 reload.loaded_weights.clear()
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -242,7 +271,9 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         try:
             self._abandon()
         except Exception as another:
-            error.add_note(f"The tensors from before could not be put back yet: {type(another).__name__}: {another}")
+            error.add_note(
+                f"The tensors from before could not be put back yet: {type(another).__name__}: {another}"
+            )
 
     def version(self) -> int | None:
         """Version of the weights that are whole."""
@@ -251,7 +282,9 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     @staticmethod
     def manifest(connection: Connection) -> Manifest:
         """Return what the policy sends."""
-        return Manifest.from_description({name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights})
+        return Manifest.from_description(
+            {name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights}
+        )
 
 
 @contextlib.contextmanager
@@ -264,25 +297,39 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # where vLLM could not pack weights for its kernel on a CPU it goes on with plain ones, and then fails over their sizes
+        # where vLLM could not pack weights for its kernel on a CPU it goes on with plain ones, and then fails
+        # over their sizes
         unpacked = _unpacked_layer(model) if "must match the size of tensor" in str(error) else None
         if unpacked is None and not is_out_of_memory(error):
             raise
-        what = str(error) if unpacked is None else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU ({error})"
+        what = (
+            str(error)
+            if unpacked is None
+            else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU ({error})"
+        )
         raise RefitError(
-            f"the engine is out of memory: {what}. Fix: leave it more for weights that it gets, of which it keeps a layer's until they are "
-            "in place: less for policy.generation.vllm_cfg.kv_cache_gb or gpu_memory_utilization, or a larger tensor_parallel_size; then "
+            f"the engine is out of memory: {what}. Fix: leave it more for weights that it gets, of which it "
+            "keeps a layer's until they are "
+            "in place: less for policy.generation.vllm_cfg.kv_cache_gb or gpu_memory_utilization, or a "
+            "larger tensor_parallel_size; then "
             "refit anew"
         ) from error
 
 
 def _unpacked_layer(model: torch.nn.Module) -> str | None:
-    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed before."""
+    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed
+    before."""
     for name, layer in model.named_modules():
         reload = get_layerwise_info(layer)
         if reload.can_load() and reload.kernel_tensors is not None:
             before, now = reload.kernel_tensors[0].get("weight"), layer._parameters.get("weight")
-            if before is not None and now is not None and not before.numel() and now.numel() and not now.is_meta:
+            if (
+                before is not None
+                and now is not None
+                and not before.numel()
+                and now.numel()
+                and not now.is_meta
+            ):
                 return name
     return None
 
@@ -290,8 +337,8 @@ def _unpacked_layer(model: torch.nn.Module) -> str | None:
 def _repack_shared_weights(model: torch.nn.Module) -> None:
     """Let layers follow that share another one's weight, such as a tied output layer.
 
-    The reload repacks the layers that weights are loaded into. What the other one made of the weight when it was built, on a CPU a packed
-    copy, would stay as it was, and vLLM would go on answering with it.
+    The reload repacks the layers that weights are loaded into. What the other one made of the weight when it
+    was built, on a CPU a packed copy, would stay as it was, and vLLM would go on answering with it.
     """
     sharing: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -308,8 +355,8 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 def _set_experts_up_anew(model: torch.nn.Module) -> None:
     """Let the reload pack the experts of a mixture as it did when they were built.
 
-    vLLM packs them for its kernel on a CPU together with making the kernel. Where there is a kernel it takes the weights as they come, and
-    goes on with rows and columns in the wrong places.
+    vLLM packs them for its kernel on a CPU together with making the kernel. Where there is a kernel it takes
+    the weights as they come, and goes on with rows and columns in the wrong places.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -318,7 +365,8 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by itself may come as slices."""
+    """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by
+    itself may come as slices."""
 
     _receiver: WeightReceiver | None = None
     _mailbox: MailboxReader | None = None
@@ -330,15 +378,21 @@ class SharedMemoryEngine(_Reloading):
         self.learn(self._receiver.manifest, init_info)
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all."""
-        return runtime_on(self.device).identity(), {name: where.plain() for name, where in self._reads_of_weights().items()}
+        """Identity of this rank's device, and the slice that it reads of each weight of which it does not
+        read all."""
+        return runtime_on(self.device).identity(), {
+            name: where.plain() for name, where in self._reads_of_weights().items()
+        }
 
     def take_slices(self, names: list[str]) -> None:
-        """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by default none."""
+        """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by
+        default none."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
         # of some weights other ranks alone read a slice
-        self._receiver.take_slices({name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names})
+        self._receiver.take_slices(
+            {name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names}
+        )
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
         came = self._receiver.manifest.slices.get(name) if self._receiver is not None else None
@@ -362,7 +416,9 @@ class SharedMemoryEngine(_Reloading):
             assert self._mailbox is not None, "the driver has engine and policy meet before a refit"
             self._receiver.receive(self._mailbox, update_info.ticket, self.load)
             return
-        with self._receiver.group(payload_for(update_info.handles or {}, runtime_on(self.device).identity())) as weights:
+        with self._receiver.group(
+            payload_for(update_info.handles or {}, runtime_on(self.device).identity())
+        ) as weights:
             self.load(weights)
 
     def version(self) -> int | None:

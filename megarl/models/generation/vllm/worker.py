@@ -1,7 +1,8 @@
-"""The actor of one vLLM engine: the engine itself, the GPUs of its places, and the version of the weights that it has.
+"""The actor of one vLLM engine: the engine itself, the GPUs of its places, and the version of the weights
+that it has.
 
-No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an actor the GPU of its own place
-alone; an engine of several ranks has the places beside it too.
+No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an
+actor the GPU of its own place alone; an engine of several ranks has the places beside it too.
 """
 
 from __future__ import annotations
@@ -37,13 +38,21 @@ from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
 from megarl.models.generation.vllm.nodes import Follower, Part
 from megarl.models.generation.vllm.options import engine_options, ranks_of
-from megarl.models.generation.vllm.requests import NO_ROOM, Answer, answer_of, assembled, requests_of, seed_of_call
+from megarl.models.generation.vllm.requests import (
+    NO_ROOM,
+    Answer,
+    answer_of,
+    assembled,
+    requests_of,
+    seed_of_call,
+)
 from megarl.models.generation.vllm.worker_extension import Failure
 from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
 
 def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an actor on the first of them.
+    """Return what ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an
+    actor on the first of them.
 
     Args:
         first: bundle that the actor is on, of its placement group.
@@ -60,13 +69,20 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
     task: Any = ray.remote(_devices)
-    asked = [ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy)) for strategy in strategies]
+    asked = [
+        ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
+        for strategy in strategies
+    ]
     try:
-        return [device for devices in (_devices(), *ray_calls.get(asked, timeout=timeout_s)) for device in devices]
+        return [
+            device for devices in (_devices(), *ray_calls.get(asked, timeout=timeout_s)) for device in devices
+        ]
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
-            f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places {list(places)} in {timeout_s:g} s. "
-            "Fix: see by `ray status` whether Ray starts processes there; give the engines places of their own, or let the cluster have "
+            f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places "
+            f"{list(places)} in {timeout_s:g} s. "
+            "Fix: see by `ray status` whether Ray starts processes there; give the engines places of their "
+            "own, or let the cluster have "
             "more worker groups a place"
         ) from error
 
@@ -113,21 +129,29 @@ class Engine:
         """Call a method of ``LLM``, or of what it has: ``llm_engine.step``.
 
         Raises:
-            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for it for ever.
+            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for
+                it for ever.
         """
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
         answer: Future[Any] = Future()
         # A thread of its own, because vLLM's call waits without a bound for a process that has died.
-        threading.Thread(target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True).start()
+        threading.Thread(
+            target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True
+        ).start()
         while not wait([answer], LOOK_SECONDS).done:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
-                said = ", ".join(f"{process.name} (process {process.pid}, exit code {process.exitcode})" for process in dead)
+                said = ", ".join(
+                    f"{process.name} (process {process.pid}, exit code {process.exitcode})"
+                    for process in dead
+                )
                 raise RuntimeError(f"vLLM died in {method}(): {said}.{note_of_full_memory()}")
         return answer.result()
 
-    def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _answer(
+        self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
@@ -153,12 +177,15 @@ class Engine:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
                     # The engine is dying, of which the caller of its last request has been informed.
-                    if not connection.wait([process.sentinel for process in self._processes], LAST_WORDS_SECONDS):
+                    if not connection.wait(
+                        [process.sentinel for process in self._processes], LAST_WORDS_SECONDS
+                    ):
                         raise
 
 
 class VllmGenerationWorker:
-    """An engine, with as many ranks as its tensor and pipeline parallelism; or a node's part of one, which runs after ``join``.
+    """An engine, with as many ranks as its tensor and pipeline parallelism; or a node's part of one, which
+    runs after ``join``.
 
     Args:
         config: the generation configuration, completed.
@@ -166,7 +193,8 @@ class VllmGenerationWorker:
         tokenizer: directory or hub id; the model's by default.
         nodes: that the engine's ranks are on, in equal numbers.
         adapter: fields of an ``AdapterScale``, of a policy that sends its adapter alone.
-        place: number of the engine's first place, and the share of its GPU that the engine has, 0 without GPUs.
+        place: number of the engine's first place, and the share of its GPU that the engine has, 0 without
+            GPUs.
     """
 
     def __init__(
@@ -188,16 +216,23 @@ class VllmGenerationWorker:
         self._ticket: int | None = None
         ranks = ranks_of(config["vllm_cfg"]) // nodes
         if place is not None and place[1]:
-            # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable alone, and then each engine
-            # would take the first GPU
-            env.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))})
+            # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable
+            # alone, and then each engine would take the first GPU
+            env.set_variables(
+                {"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))}
+            )
         self._on_cpu = on_cpu = not runtime().is_cuda
         if ranks > 1 and not on_cpu and place is None:
-            raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
+            raise ConfigError(
+                f"an engine of {ranks} ranks on GPUs has no places: start its workers with "
+                "bundle_indices_list"
+            )
         for key, reason in ONLY_ON_GPUS.items() if on_cpu else ():
             size = at(config, f"vllm_cfg.{key}")
             if size > 1:
-                raise ConfigError(f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs")
+                raise ConfigError(
+                    f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs"
+                )
         plugin.require_entry_point()
         plugin.register()
         if on_cpu:
@@ -207,7 +242,8 @@ class VllmGenerationWorker:
             options = engine_options(config, seed, tokenizer, on_cpu=on_cpu, adapter=adapter)
             module, _, name = plugin.EXECUTOR.rpartition(".")
             if options.get("distributed_executor_backend") == plugin.EXECUTOR:
-                # the class itself says that its engines may have several pipeline stages; of a name vLLM believes that they may not
+                # the class itself says that its engines may have several pipeline stages; of a name vLLM
+                # believes that they may not
                 options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
             self._engine = Engine(options)
 
@@ -219,12 +255,14 @@ class VllmGenerationWorker:
         return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
 
     def meeting_place(self) -> tuple[str, int]:
-        """Address of this node, and a port of it that nobody listens on, at which the ranks of an engine over nodes can meet."""
+        """Address of this node, and a port of it that nobody listens on, at which the ranks of an engine over
+        nodes can meet."""
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
     def join(self, node: int, address: list[Any]) -> None:
-        """Start this node's part of an engine; all its parts are started together, and each returns when all ranks have met.
+        """Start this node's part of an engine; all its parts are started together, and each returns when all
+        ranks have met.
 
         Args:
             node: number of the part; the first one answers for the engine.
@@ -233,7 +271,9 @@ class VllmGenerationWorker:
         # at which the others reach this node
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
         part = Part(node, self._nodes, *address)
-        options = engine_options(self._config, self._seed, self._tokenizer, on_cpu=self._on_cpu, part=part, adapter=self._adapter)
+        options = engine_options(
+            self._config, self._seed, self._tokenizer, on_cpu=self._on_cpu, part=part, adapter=self._adapter
+        )
         if node:
             self._follower = Follower(options)
             return
@@ -247,14 +287,18 @@ class VllmGenerationWorker:
         """Tell vLLM's ranks what will come, and where from."""
         self._names = [name for name, _, _ in weights]
         self._version = None
-        self._call("init_weight_transfer_engine", init_info={"weights": weights, "address": address, "adapter": self._adapter})
+        self._call(
+            "init_weight_transfer_engine",
+            init_info={"weights": weights, "address": address, "adapter": self._adapter},
+        )
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
         """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
     def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
-        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads, or ``slices_digest`` of them."""
+        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads, or
+        ``slices_digest`` of them."""
         found: list[tuple[str, Slices | str]] = []
         for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
             slices = {name: Slice(*where) for name, where in plain.items()}
@@ -301,7 +345,10 @@ class VllmGenerationWorker:
         self._finish()
         if version is not None and version != self._version:
             came, self._version = self._version, None
-            raise RefitError(f"the policy sent version {came} of its weights where version {version} was asked for: refit anew")
+            raise RefitError(
+                f"the policy sent version {came} of its weights where version {version} was asked for: "
+                "refit anew"
+            )
         return self._version
 
     def _begin(self, ticket: int | None = None) -> None:
@@ -320,11 +367,15 @@ class VllmGenerationWorker:
         # Of all ranks: vLLM itself would go on with weights of several versions.
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
-            raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
+            raise RefitError(
+                f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit "
+                "anew"
+            )
         # keys and values that older weights computed
         if not self._engine.call("reset_prefix_cache"):
             raise RefitError(
-                "vLLM keeps keys and values of the older weights, for a prompt that it still answers: refit anew when it is done"
+                "vLLM keeps keys and values of the older weights, for a prompt that it still answers: refit "
+                "anew when it is done"
             )
         [self._version] = versions
 
@@ -348,11 +399,17 @@ class VllmGenerationWorker:
             self._updating = False
             # a rank that is in none says so; it is none that matters
             with contextlib.suppress(Exception):
-                self._engine.call("collective_rpc", "megarl_call", args=("update_weights", {"update_info": {"given_up": True}}))
+                self._engine.call(
+                    "collective_rpc",
+                    "megarl_call",
+                    args=("update_weights", {"update_info": {"given_up": True}}),
+                )
             if self._ticket is not None:
                 # also of a rank that had not begun, and would not be told of by its own error
                 with contextlib.suppress(Exception):
-                    self._engine.call("collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket}))
+                    self._engine.call(
+                        "collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket})
+                    )
 
     # generation
 
@@ -377,11 +434,15 @@ class VllmGenerationWorker:
             if seed is None
             else self._drawn(prompts, params, seed)
         )
-        answers = {request.row: answer_of(output.outputs[0]) for request, output in zip(requests, outputs, strict=True)}
+        answers = {
+            request.row: answer_of(output.outputs[0])
+            for request, output in zip(requests, outputs, strict=True)
+        }
         return assembled(data, answers, int(self._config["pad_token_id"]))
 
     def score(self, data: BatchedDataDict[Any], version: int | None) -> BatchedDataDict[Any]:
-        """``logprobs`` [B, S] float32 of the tokens of ``data``, each given those before it; 0 of the first one and on padding.
+        """``logprobs`` [B, S] float32 of the tokens of ``data``, each given those before it; 0 of the first
+        one and on padding.
 
         A row leaves room for a token more. vLLM takes no prompt from its cache that it is asked this of.
 
@@ -391,14 +452,19 @@ class VllmGenerationWorker:
         self._require(version)
         from vllm import SamplingParams
 
-        rows = [ids[:length].tolist() for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)]
+        rows = [
+            ids[:length].tolist()
+            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        ]
         # vLLM scores a prompt only on the way to a response: one token of it is sampled and dropped.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": row} for row in rows]
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
         logprobs = torch.zeros(data["input_ids"].shape)
         for row, output in enumerate(outputs):
-            for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
+            for place, (token, found) in enumerate(
+                zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            ):
                 logprobs[row, place] = 0.0 if found is None else found[token].logprob
         return BatchedDataDict({"logprobs": logprobs})
 
@@ -416,7 +482,8 @@ class VllmGenerationWorker:
     def _require(self, version: int | None) -> None:
         if self._version is None or self._version != version:
             raise RefitError(
-                f"the engine has the weights of version {self._version} where version {version} is wanted; refit it before it answers"
+                f"the engine has the weights of version {self._version} where version {version} is wanted; "
+                "refit it before it answers"
             )
 
     def exchange(
@@ -442,7 +509,8 @@ class VllmGenerationWorker:
             gathers: work for all of that time, whatever is completed meanwhile.
 
         Returns:
-            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed or given up.
+            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed
+            or given up.
 
         Raises:
             RefitError: the engine has other weights, or none that are whole.
@@ -459,12 +527,22 @@ class VllmGenerationWorker:
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
                 prompt = {"prompt_token_ids": request.prompt}
-                self._engine.call("llm_engine.add_request", str(numbers[request.row]), prompt, params, **self._beside())
+                self._engine.call(
+                    "llm_engine.add_request", str(numbers[request.row]), prompt, params, **self._beside()
+                )
         until = time.monotonic() + wait_s
-        while (gathers or not found) and self._engine.call("llm_engine.has_unfinished_requests") and time.monotonic() < until:
+        while (
+            (gathers or not found)
+            and self._engine.call("llm_engine.has_unfinished_requests")
+            and time.monotonic() < until
+        ):
             outputs = self._engine.call("llm_engine.step")
-            found |= {int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished}
-        return [(number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()]
+            found |= {
+                int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished
+            }
+        return [
+            (number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()
+        ]
 
     def _given_up(self, names: set[str]) -> dict[int, Answer]:
         """End requests as they are; what has been sampled of each."""
@@ -474,14 +552,19 @@ class VllmGenerationWorker:
 
         # vLLM tells of an aborted request only those who wait for it in its own event loop
         states = list(self._engine.call("llm_engine.output_processor.request_states.values"))
-        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states if state.external_req_id in names]
+        outputs = [
+            state.make_request_output([], None, FinishReason.ABORT, None)
+            for state in states
+            if state.external_req_id in names
+        ]
         self._engine.call("llm_engine.abort_request", sorted(names))
         return {int(output.request_id): answer_of(output.outputs[0]) for output in outputs}
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
         """What vLLM draws for prompts by one seed for all of them.
 
-        None is answered before all of them wait: who draws which of the random numbers would depend on when each of them came.
+        None is answered before all of them wait: who draws which of the random numbers would depend on when
+        each of them came.
         """
         # Level 0 stops the scheduler alone; memory and weights stay.
         self._engine.call("sleep", level=0)
@@ -498,7 +581,8 @@ class VllmGenerationWorker:
             self._engine.call("wake_up", tags)
 
     def finish_generation(self) -> bool:
-        """Give memory back, where the device is shared. The weights go: only a refit brings them back. Returns whether they stayed."""
+        """Give memory back, where the device is shared. The weights go: only a refit brings them back.
+        Returns whether they stayed."""
         self._engine.call("reset_prefix_cache")
         if self._engine.has_sleep_mode:
             self._version = None
@@ -526,10 +610,17 @@ class VllmGenerationWorker:
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
     """Return what is said of ranks that could not take weights."""
-    said = (f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message for rank, failure in failures.items())
+    said = (
+        f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message
+        for rank, failure in failures.items()
+    )
     traces = [f"--- in vLLM's rank {rank} ---\n{failure.trace}" for rank, failure in failures.items()]
     message = "\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces])
-    return RefitError(message) if all(failure.on_purpose for failure in failures.values()) else RuntimeError(message)
+    return (
+        RefitError(message)
+        if all(failure.on_purpose for failure in failures.values())
+        else RuntimeError(message)
+    )
 
 
 def _check_heads_on_a_cpu(model: str) -> None:
@@ -548,13 +639,15 @@ def _check_heads_on_a_cpu(model: str) -> None:
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if width not in widths:
         raise ConfigError(
-            f"policy.model_name = {model!r}: its attention heads are {width} wide; vLLM on a CPU has kernels for {widths}. "
+            f"policy.model_name = {model!r}: its attention heads are {width} wide; vLLM on a CPU has "
+            f"kernels for {widths}. "
             "Fix: take another model, or remove policy.generation.backend: then the policy itself generates"
         )
 
 
 def _check_runner_on_a_cpu() -> None:
-    """Refuse vLLM's newer model runner where vLLM itself would not say how to go on ("Model Runner V2 requires Triton.").
+    """Refuse vLLM's newer model runner where vLLM itself would not say how to go on ("Model Runner V2
+    requires Triton.").
 
     Raises:
         ConfigError: it is asked for, and there is no Triton for CPUs, whose kernels it prepares batches with.
@@ -564,7 +657,9 @@ def _check_runner_on_a_cpu() -> None:
 
     if envs.VLLM_USE_V2_MODEL_RUNNER and not HAS_TRITON:
         raise ConfigError(
-            "VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton, on a CPU one with a backend for CPUs, which is not "
-            "installed. Fix: remove the variable from policy.generation.vllm_cfg.env_vars and from the environment; the older runner then "
+            "VLLM_USE_V2_MODEL_RUNNER = 1: vLLM's newer model runner needs Triton, on a CPU one with a "
+            "backend for CPUs, which is not "
+            "installed. Fix: remove the variable from policy.generation.vllm_cfg.env_vars and from the "
+            "environment; the older runner then "
             "does the same on a CPU"
         )

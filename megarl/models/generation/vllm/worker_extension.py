@@ -1,4 +1,5 @@
-"""Extension of vLLM's workers: methods beside their own; vLLM makes it a base of its worker class (``worker_extension_cls``)."""
+"""Extension of vLLM's workers: methods beside their own; vLLM makes it a base of its worker class
+(``worker_extension_cls``)."""
 
 from __future__ import annotations
 
@@ -31,17 +32,23 @@ class WorkerCalls:
     weight_transfer_engine: Any
 
     def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
-        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a ``Failure``.
+        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a
+        ``Failure``.
 
-        Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the next call looks for its own,
-        and from then on that of each call would be taken for the answer to the next.
+        Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the
+        next call looks for its own, and from then on that of each call would be taken for the answer to the
+        next.
         """
         try:
             getattr(self, method)(**arguments)
             return None
         except Exception as error:
             on_purpose = isinstance(error, MegarlError)
-            failure = str(error) if on_purpose else f"{type(error).__name__}: {error}", on_purpose, traceback.format_exc()
+            failure = (
+                str(error) if on_purpose else f"{type(error).__name__}: {error}",
+                on_purpose,
+                traceback.format_exc(),
+            )
         # weights hang on the error's frames, and some of these on the error
         gc.collect()
         return failure
@@ -73,7 +80,8 @@ class WorkerCalls:
         return version
 
     def megarl_seed(self, seed: int) -> None:
-        """Megarl seed of this rank's random numbers: the same one on all ranks of an engine, which draw the same tokens each for itself."""
+        """Megarl seed of this rank's random numbers: the same one on all ranks of an engine, which draw the
+        same tokens each for itself."""
         seed_everything(seed)
 
     def megarl_remove_names(self) -> None:
