@@ -14,13 +14,18 @@ from benchmarks.tables import number
 
 Result = Mapping[str, Any]
 STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1180px; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-top: 1px solid #ddd; padding-top: 1rem }
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1180px;
+  padding: 0 1rem }
+h1 { font-size: 1.6rem }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-top: 1px solid #ddd; padding-top: 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #e4e4e4; vertical-align: top }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #e4e4e4;
+  vertical-align: top }
 th { font-weight: 600; color: #444 } td small { color: #666; white-space: nowrap } .wide { overflow-x: auto }
-.mark { color: #9a3b00 } .marks { border-left: 4px solid #d55e00; padding: .1rem 0 .1rem .8rem } .facts { color: #555 }
-svg { max-width: 100%; height: auto } summary { cursor: pointer; color: #555; margin: .3rem 0 } pre { white-space: pre-wrap }
+.mark { color: #9a3b00 } .marks { border-left: 4px solid #d55e00; padding: .1rem 0 .1rem .8rem }
+.facts { color: #555 }
+svg { max-width: 100%; height: auto } summary { cursor: pointer; color: #555; margin: .3rem 0 }
+pre { white-space: pre-wrap }
 """
 
 

@@ -42,40 +42,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = functools.partial(commands.add_parser, epilog=_EPILOG)
-    into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
-    into.add_argument("source", help="directory or hub id")
-    into.add_argument("--revision", help="branch, tag or commit of a hub repository")
-    into.add_argument(
-        "--vocab-multiple",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pad the vocabulary with zero rows to a multiple of N",
-    )
-    _add_layout(into)
-    out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
-    out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
-    _add_export(out)
-    for command in (into, out):
-        command.add_argument("target", type=Path, help="directory to make")
-        command.add_argument(
-            "--workers",
-            type=int,
-            default=2,
-            metavar="N",
-            help="threads (default 2); the bytes do not depend on them",
-        )
-        command.add_argument(
-            "--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB"
-        )
-        command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-        command.add_argument(
-            "--part",
-            type=read_part,
-            metavar="I/N",
-            help="do this part of the work; the last of N calls, on any machine, ends it",
-        )
-        _add_missing(command)
+    _add_conversions(add)
     check = add("verify", help="compare two checkpoints bit for bit, or one with its manifest")
     check.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format"
@@ -117,58 +84,101 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         help="config.json of a tiny model (default: of the family's config class)",
     )
     for name, command in commands.choices.items():
-        if name in ("import", "export", "plan"):
-            command.add_argument(
-                "--dtype",
-                choices=["float32", "bfloat16", "float16"],
-                help="of all tensors (default: each keeps its own)",
-            )
-        if name in ("import", "plan"):
-            command.add_argument(
-                "--allow-unsupported",
-                action="store_true",
-                help="import what no model of Megatron-Core computes",
-            )
-        if name in ("import", "export", "verify", "plan"):
-            merged = (
-                "merge this adapter"
-                if name != "verify"
-                else "compare the first checkpoint with this adapter merged into it"
-            )
-            command.add_argument(
-                "--lora",
-                type=Path,
-                metavar="DIR",
-                help=f"{merged} (PEFT's directory, or a checkpoint of adapters)",
-            )
-        if name not in ("families", "selftest"):
-            command.add_argument(
-                "--ignore-config-key",
-                action="append",
-                default=[],
-                metavar="NAME",
-                help="key of config.json that the model does not depend on; several times",
-            )
-        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        _add_shared(name, command)
+    return parser
+
+
+def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the two ways between the formats."""
+    into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
+    into.add_argument("source", help="directory or hub id")
+    into.add_argument("--revision", help="branch, tag or commit of a hub repository")
+    into.add_argument(
+        "--vocab-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary with zero rows to a multiple of N",
+    )
+    _add_layout(into)
+    out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
+    out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
+    _add_export(out)
+    for command in (into, out):
+        command.add_argument("target", type=Path, help="directory to make")
         command.add_argument(
-            "--family-file",
+            "--workers",
+            type=int,
+            default=2,
+            metavar="N",
+            help="threads (default 2); the bytes do not depend on them",
+        )
+        command.add_argument(
+            "--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+        command.add_argument(
+            "--part",
+            type=read_part,
+            metavar="I/N",
+            help="do this part of the work; the last of N calls, on any machine, ends it",
+        )
+        _add_missing(command)
+
+
+def _add_shared(name: str, command: argparse.ArgumentParser) -> None:
+    """Add what several actions take."""
+    if name in ("import", "export", "plan"):
+        command.add_argument(
+            "--dtype",
+            choices=["float32", "bfloat16", "float16"],
+            help="of all tensors (default: each keeps its own)",
+        )
+    if name in ("import", "plan"):
+        command.add_argument(
+            "--allow-unsupported",
+            action="store_true",
+            help="import what no model of Megatron-Core computes",
+        )
+    if name in ("import", "export", "verify", "plan"):
+        merged = (
+            "merge this adapter"
+            if name != "verify"
+            else "compare the first checkpoint with this adapter merged into it"
+        )
+        command.add_argument(
+            "--lora",
             type=Path,
+            metavar="DIR",
+            help=f"{merged} (PEFT's directory, or a checkpoint of adapters)",
+        )
+    if name not in ("families", "selftest"):
+        command.add_argument(
+            "--ignore-config-key",
             action="append",
             default=[],
-            metavar="FILE",
-            help="Python file that defines a model family (see converters/family_file.py); it is run",
+            metavar="NAME",
+            help="key of config.json that the model does not depend on; several times",
         )
-        if name in ("export", "verify", "diff", "inspect", "plan"):
-            add_opening_flags(command)
-        if name in _READ_MEGATRON:
-            command.add_argument(
-                "--signing-key",
-                type=Path,
-                metavar="FILE",
-                help="refuse a Megatron checkpoint that is not signed by this key "
-                "(checkpointing.signing_key_file of its run)",
-            )
-    return parser
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.add_argument(
+        "--family-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that defines a model family (see converters/family_file.py); it is run",
+    )
+    if name in ("export", "verify", "diff", "inspect", "plan"):
+        add_opening_flags(command)
+    if name in _READ_MEGATRON:
+        command.add_argument(
+            "--signing-key",
+            type=Path,
+            metavar="FILE",
+            help="refuse a Megatron checkpoint that is not signed by this key "
+            "(checkpointing.signing_key_file of its run)",
+        )
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:

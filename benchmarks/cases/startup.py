@@ -44,10 +44,13 @@ data = Dataset.from_list([{{"prompt": row["prompt"], "answer": row["answer"]}} f
 def reward(completions, answer, **_):
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer)]
 options = GRPOConfig(
-    output_dir=out, per_device_train_batch_size={batch}, num_generations={answers}, max_completion_length=8, max_steps=1,
-    learning_rate=1e-3, beta=0.0, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
-GRPOTrainer(model=model, processing_class=AutoTokenizer.from_pretrained(model), reward_funcs=reward, args=options,
-            train_dataset=data).train()
+    output_dir=out, per_device_train_batch_size={batch}, num_generations={answers}, max_completion_length=8,
+    max_steps=1, learning_rate=1e-3, beta=0.0, use_cpu=True, report_to=[],
+    save_strategy="no", disable_tqdm=True)
+tokenizer = AutoTokenizer.from_pretrained(model)
+trainer = GRPOTrainer(
+    model=model, processing_class=tokenizer, reward_funcs=reward, args=options, train_dataset=data)
+trainer.train()
 open(out + "/done", "w").write("1")
 """
 # the least that a run with Ray can take: a driver and a worker that load their libraries at the same time,
@@ -178,12 +181,13 @@ def _megarl(*arguments: str) -> list[str]:
 
 
 def _first_step(work: Path, backend: str, model: Path, problems: Path) -> Callable[[], Cost]:
+    size = "tensor_model_parallel_size" if backend == "megatron" else "tensor_parallel_size"
     changes = [
         f"policy.model_name={model}",
         f"data.train.path={problems}",
         "data.validation=null",
         "cluster.gpus_per_node=1",
-        f"policy.{backend}_cfg.{'tensor_model_parallel_size' if backend == 'megatron' else 'tensor_parallel_size'}=1",
+        f"policy.{backend}_cfg.{size}=1",
         f"grpo.num_prompts_per_step={PROMPTS}",
         f"grpo.num_generations_per_prompt={ANSWERS}",
         f"policy.train_global_batch_size={PROMPTS * ANSWERS}",

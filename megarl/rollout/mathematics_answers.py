@@ -24,8 +24,8 @@ _UNIT_AFTER_BOX = re.compile(
     r"|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ))"
 )
 _ALTERNATIVE_AFTER_BOX = re.compile(
-    _OUTSIDE_BOX
-    + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
+    _OUTSIDE_BOX + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
+    r"|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
 )
 _BETWEEN_VALUES = re.compile(
     r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/()]"

@@ -27,23 +27,32 @@ from megarl.watch.status import BAD, best_of, facts, shown_metrics
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 _STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f8; --card: #fff; --inset: #eef1f3; --line: #dfe4e8; --text: #22303a; --muted: #5c6a74;
+:root { color-scheme: light dark; --page: #f6f7f8; --card: #fff; --inset: #eef1f3; --line: #dfe4e8;
+  --text: #22303a; --muted: #5c6a74;
   --good: #1b7f6f; --bad: #b23f22; --bad-page: #fbe3dd; }
-@media (prefers-color-scheme: dark) { :root { --page: #12171b; --card: #1b2126; --inset: #2a3238; --line: #37424a; --text: #e3e8eb;
+@media (prefers-color-scheme: dark) { :root { --page: #12171b; --card: #1b2126; --inset: #2a3238;
+  --line: #37424a; --text: #e3e8eb;
   --muted: #9aa7b0; --good: #4fc3ae; --bad: #f08a70; --bad-page: #4a2620; } }
 body { margin: 0 auto; max-width: 1400px; padding: 24px; background: var(--page); color: var(--text);
   font: 15px/1.45 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 0 0 6px; }
 .from { color: var(--muted); margin: 0 0 18px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px; min-width: 0; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 16px; margin-top: 16px; }
-.scroll { overflow-x: auto; } svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
+  min-width: 0; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 16px;
+  margin-top: 16px; }
+.scroll { overflow-x: auto; } svg { display: block; width: 100%; height: auto; }
+svg text { fill: currentColor; }
 .runs { position: sticky; top: 0; margin-top: 16px; max-height: 20vh; overflow-y: auto; font-size: 13px; }
-.runs span { display: inline-block; margin-right: 18px; } .runs i { display: inline-block; width: 18px; height: 4px; margin: 0 6px 3px 0; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; } th, td { text-align: left; padding: 5px 14px 5px 0; }
+.runs span { display: inline-block; margin-right: 18px; }
+.runs i { display: inline-block; width: 18px; height: 4px; margin: 0 6px 3px 0; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 5px 14px 5px 0; }
 td { overflow-wrap: anywhere; min-width: 9em; white-space: pre-line; }
-th { color: var(--muted); font-weight: 500; white-space: nowrap; } tr + tr td, tr + tr th { border-top: 1px solid var(--line); }
-.running, .finished { color: var(--good); font-weight: 600; } .killed, .ended, .not-finite { color: var(--bad); font-weight: 600; }
+th { color: var(--muted); font-weight: 500; white-space: nowrap; }
+tr + tr td, tr + tr th { border-top: 1px solid var(--line); }
+.running, .finished { color: var(--good); font-weight: 600; }
+.killed, .ended, .not-finite { color: var(--bad); font-weight: 600; }
 details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: auto; font-size: 12.5px; }
 @media (max-width: 480px) { body { padding: 12px 10px; } .card { padding: 12px 14px; } }
 """
@@ -189,7 +198,9 @@ def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     for name, text in facts(state):
         said = html.escape(text.plain)
         if name == "state":
-            said = f'<span class="{state.state.replace(" ", "-")}">{state.state}</span>{said.removeprefix(state.state)}'
+            name_of_style = state.state.replace(" ", "-")
+            behind = said.removeprefix(state.state)
+            said = f'<span class="{name_of_style}">{state.state}</span>{behind}'
         elif text.style == BAD:
             said = f'<span class="not-finite">{said}</span>'
         yield name, said

@@ -38,7 +38,8 @@ _TEXTS = ("prompt", "answer", "reference")
 
 STYLE = """
 .samples { margin-top: 16px; }
-.samples .bar { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; font-size: 13px; margin: 8px 0 12px; }
+.samples .bar { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; font-size: 13px;
+  margin: 8px 0 12px; }
 .samples select, .samples input, .samples button { font: inherit; padding: 2px 6px; max-width: 100%; }
 .samples .note, .samples .place { color: var(--muted); font-size: 13px; margin: 0 0 8px; }
 .samples .sample { border-top: 1px solid var(--line); padding: 10px 0; }
@@ -49,7 +50,7 @@ STYLE = """
 .samples .answer { background: var(--page); border-radius: 6px; padding: 8px 10px; }
 .samples .pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
 @media (max-width: 480px) { .samples .pair { grid-template-columns: minmax(0, 1fr); } }
-.samples .figures span { display: inline-block; 
+.samples .figures span { display: inline-block;
   background: var(--inset); border-radius: 4px; padding: 0 7px; margin: 0 6px 4px 0; font-size: 13px; }
 .samples .figures .bad { background: var(--bad-page); color: var(--bad); }
 """
@@ -59,7 +60,8 @@ _SCRIPT = r"""
 "use strict";
 const data = JSON.parse(document.getElementById("samples-data").textContent);
 const root = document.getElementById("samples");
-const unsafe = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
+const controls = "\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff";
+const unsafe = new RegExp("[" + controls + "\ud800-\udfff]", "gu");
 const visible = text => text.replace(unsafe, one => "\\u" + one.codePointAt(0).toString(16).padStart(4, "0"));
 const make = (tag, name, text) => {
   const made = document.createElement(tag);
@@ -68,27 +70,38 @@ const make = (tag, name, text) => {
   return made;
 };
 const known = value => value !== null && value !== undefined;
-const number = value => value === "inf" ? Infinity : value === "-inf" ? -Infinity : typeof value === "number" ? value : NaN;
-const short = value => !known(value) ? "none"
-  : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
+const number = value => {
+  if (value === "inf") return Infinity;
+  if (value === "-inf") return -Infinity;
+  return typeof value === "number" ? value : NaN;
+};
+const short = value => {
+  if (!known(value)) return "none";
+  if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
+  return String(value);
+};
 
 // the rule of megarl samples --grep
-const holds = (row, text) => [row.prompt, row.answer].some(said => said.toUpperCase().includes(text.toUpperCase()));
+const contains = (said, text) => said.toUpperCase().includes(text.toUpperCase());
+const holds = (row, text) => [row.prompt, row.answer].some(said => contains(said, text));
 const matches = (row, wanted) =>
   (!wanted.text || holds(row, wanted.text)) &&
   (!wanted.set || row.set === wanted.set) &&
   (!wanted.only || row[wanted.only] === true);
 const by = (key, sign) => (one, other) => {
   const [a, b] = [number(key(one)), number(key(other))];
-  return Number.isNaN(a) ? (Number.isNaN(b) ? 0 : 1) : Number.isNaN(b) ? -1 : a === b ? 0 : sign * (a < b ? -1 : 1);
+  if (Number.isNaN(a) || Number.isNaN(b)) return Number(Number.isNaN(a)) - Number(Number.isNaN(b));
+  return a === b ? 0 : sign * (a < b ? -1 : 1);
 };
 const reward = row => row.masked === true ? NaN : row.reward;
 const orders = {worst: by(reward, 1), best: by(reward, -1), longest: by(row => row.length, -1)};
 const choose = (rows, wanted) => {
-  const kept = rows.filter(row => matches(row, wanted) && !((wanted.order === "worst" || wanted.order === "best") && row.masked === true));
+  const byReward = wanted.order === "worst" || wanted.order === "best";
+  const kept = rows.filter(row => matches(row, wanted) && !(byReward && row.masked === true));
   return wanted.order ? kept.sort(orders[wanted.order]) : kept;
 };
-const shared = row => JSON.stringify([row.set ?? null, row.record ?? null, row.prompt, row.generation ?? null]);
+const shared = row =>
+  JSON.stringify([row.set ?? null, row.record ?? null, row.prompt, row.generation ?? null]);
 const byIdentity = rows => {
   const seen = new Map(), found = new Map();
   for (const row of rows) {
@@ -107,7 +120,9 @@ const paired = (rows, others) => {
 const figures = row => {
   const line = make("div", "figures");
   const shown = {};
-  for (const name of ["reward", "accuracy", "advantage", "mismatch"]) if (name === "reward" || known(row[name])) shown[name] = row[name];
+  for (const name of ["reward", "accuracy", "advantage", "mismatch"]) {
+    if (name === "reward" || known(row[name])) shown[name] = row[name];
+  }
   for (const [name, value] of Object.entries(row.rewards || {})) shown["part " + name] = value;
   for (const [name, value] of Object.entries(shown)) line.append(make("span", "", name + " " + short(value)));
   line.append(make("span", "", row.length + " tokens"));
@@ -121,8 +136,12 @@ const figures = row => {
   if (typeof row.reference === "string") line.append(make("span", "", "reference " + row.reference));
   return line;
 };
-const place = row => [row.set ? "set " + row.set : "", "prompt " + row.record + " of " + (row.source ?? "the data"),
-  row.env ? "environment " + row.env : "", "answer " + row.generation].filter(Boolean).join(", ");
+const place = row => [
+  row.set ? "set " + row.set : "",
+  "prompt " + row.record + " of " + (row.source ?? "the data"),
+  row.env ? "environment " + row.env : "",
+  "answer " + row.generation,
+].filter(Boolean).join(", ");
 const answer = (row, title) => {
   const part = make("div");
   if (title) part.append(make("strong", "", title));
@@ -164,19 +183,31 @@ const sample = (row, other, steps) => {
   return card;
 };
 
-const bar = make("div", "bar"), note = make("p", "note"), list = make("div"), more = make("button", "", "show more");
+const bar = make("div", "bar"), note = make("p", "note"), list = make("div");
+const more = make("button", "", "show more");
 const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
-const field = (title, input) => { const label = make("label", "", title + " "); label.append(input); bar.append(label); return input; };
-const select = (title, options) => { const made = make("select"); made.append(...options); return field(title, made); };
+const field = (title, input) => {
+  const label = make("label", "", title + " ");
+  label.append(input);
+  bar.append(label);
+  return input;
+};
+const select = (title, options) => {
+  const made = make("select");
+  made.append(...options);
+  return field(title, made);
+};
 const kinds = Object.keys(data);
 const kind = select("samples of", kinds.map(name => option(name, name)));
 const step = select("step", []), against = select("beside step", []);
 const set = select("set", []);
-const order = select("order", [option("", "as sampled"), ...Object.keys(orders).map(name => option(name, name))]);
-const only = select("only", [option("", "all"), option("truncated", "truncated"), option("masked", "masked")]);
+const named = name => option(name, name);
+const order = select("order", [option("", "as sampled"), ...Object.keys(orders).map(named)]);
+const only = select("only", [option("", "all"), named("truncated"), named("masked")]);
 const text = field("with the text", make("input"));
 text.type = "search";
-text.title = "In prompt or answer, whatever letters are capitals, as megarl samples --grep; of long texts the page has no middle.";
+text.title = "In prompt or answer, whatever letters are capitals, as megarl samples --grep; "
+  + "of long texts the page has no middle.";
 let limit = 20;
 
 const refill = () => {
@@ -185,7 +216,8 @@ const refill = () => {
   step.replaceChildren(...names.map(name => option(name, name)));
   step.value = String(names[names.length - 1]);
   against.replaceChildren(option("", "none"), ...names.map(name => option(name, name)));
-  const sets = [...new Set(Object.values(steps).flat().map(row => row.set).filter(name => typeof name === "string"))];
+  const all = Object.values(steps).flat().map(row => row.set);
+  const sets = [...new Set(all.filter(name => typeof name === "string"))];
   set.replaceChildren(option("", "all"), ...sets.map(name => option(name, name)));
   set.parentElement.hidden = sets.length === 0;
 };
@@ -202,7 +234,8 @@ const draw = () => {
   const pair = [Number(step.value), Number(against.value)];
   list.replaceChildren(...rows.slice(0, limit).map(row => sample(row, others && others.get(row), pair)));
   more.hidden = rows.length <= limit;
-  const count = Object.keys(steps).length, here = steps[step.value].length, there = data[kind.value].rows[step.value];
+  const count = Object.keys(steps).length;
+  const here = steps[step.value].length, there = data[kind.value].rows[step.value];
   const notes = [`${rows.length} of ${here} samples.`];
   const unordered = choose(steps[step.value].slice(), {...wanted, order: ""}).length - ordered;
   if (unordered) notes.push(`${unordered} more are masked, without a reward to be ordered by.`);
@@ -212,7 +245,9 @@ const draw = () => {
   note.textContent = notes.join(" ");
 };
 kind.addEventListener("change", () => { refill(); limit = 20; draw(); });
-for (const input of [step, against, set, order, only, text]) input.addEventListener("input", () => { limit = 20; draw(); });
+for (const input of [step, against, set, order, only, text]) {
+  input.addEventListener("input", () => { limit = 20; draw(); });
+}
 more.addEventListener("click", () => { limit += 20; draw(); });
 root.append(bar, note, list, more);
 refill();

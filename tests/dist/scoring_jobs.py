@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def refused(
     except (MegarlError, ValueError) as error:
         return {"build": f"{type(error).__name__}: {error}"}
     said = {
-        method: jobs.said(lambda: getattr(worker, method)(**arguments)) for method, arguments in calls.items()
-    }  # noqa: B023
+        method: jobs.said(functools.partial(getattr(worker, method), **arguments))
+        for method, arguments in calls.items()
+    }
     worker.backend.close()
     return said
 

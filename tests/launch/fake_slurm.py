@@ -68,10 +68,13 @@ while True: server.accept()[0].close()' $port
 
 PYTHON_M = """
 case "$*" in
-    *"doctor --nodes"*) [ -z "${FAKE_NODES_CHECK:-}" ] || { echo "failed GPUs Ray has n1: 0, n2: 0"; exit "$FAKE_NODES_CHECK"; } ;;
+    *"doctor --nodes"*)
+        [ -z "${FAKE_NODES_CHECK:-}" ] ||
+            { echo "failed GPUs Ray has n1: 0, n2: 0"; exit "$FAKE_NODES_CHECK"; } ;;
     *megarl.distributed.ray_nodes*)
         until [ $(grep -c ^ray "$FAKE_CALLS") -ge $(echo $FAKE_HOSTS | wc -w) ]; do sleep 0.05; done
-        [ -z "${FAKE_MISSING:-}" ] || { echo "megarl: 1 of 2 nodes did not join Ray within 1 s: $FAKE_MISSING." >&2; exit 3; } ;;
+        [ -z "${FAKE_MISSING:-}" ] ||
+            { echo "megarl: 1 of 2 nodes did not join Ray within 1 s: $FAKE_MISSING." >&2; exit 3; } ;;
 esac
 """
 

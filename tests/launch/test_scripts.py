@@ -496,7 +496,8 @@ def test_without_python312_its_parts_are_left_out_unless_they_are_asked_for(clon
 
 APT = """#!/bin/sh
 echo "$@" >>"$FAKE_CALLS"
-[ "$1" != install ] || [ -z "${FAKE_APT_FAILS:-}" ] || { echo "E: Unable to locate package slurmd" >&2; exit 100; }
+[ "$1" != install ] || [ -z "${FAKE_APT_FAILS:-}" ] ||
+    { echo "E: Unable to locate package slurmd" >&2; exit 100; }
 """
 
 

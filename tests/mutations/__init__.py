@@ -90,14 +90,17 @@ EQUIVALENT: Mapping[str, str] = {
     "one, other = torch.where(can_be, one, 0.0), torch.where(can_be, other, 0.0) -> "
     "one, other = torch.where(can_be, one, 0.0), torch.where(can_be, other, 1.0)": "masked again behind it",
     "return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values) -> "
-    "return torch.where(advantages <= 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)": "0 either way",
+    "return torch.where(advantages <= 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)": (
+        "0 either way"
+    ),
     "sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (6, 3, 2)) -> "
     "sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (7, 3, 2))": (
         "another packing, as good"
     ),
     "total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon) -> "
     "total, norm, scale = _compiled()[0](_rows(residual), _rows(tokens), weight, epsilon)": "their sum",
-    "for rows, values in scaled_chunks(logits, own, 1.0): -> for rows, values in scaled_chunks(logits, own, 2.0):": "the same order",
+    "for rows, values in scaled_chunks(logits, own, 1.0): -> "
+    "for rows, values in scaled_chunks(logits, own, 2.0):": "the same order",
     "ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits) -> "
     "ordered = torch.where(bits < 0, -(2**31) + 1 - bits, bits)": (
         "the same order, but for the least number there is"

@@ -24,7 +24,8 @@ import megarl
 
 rows = [{"prompt": f"{each}+1="} for each in range(12)]
 for letter in "12":
-    run = megarl.train("grpo", "model", rows, lambda response: float(letter in response), max_num_steps=2, max_new_tokens=3, progress=False)
+    reward = lambda response: float(letter in response)
+    run = megarl.train("grpo", "model", rows, reward, max_num_steps=2, max_new_tokens=3, progress=False)
     print(run, len(run.metrics["reward"]), run.model_dir.name, len(run.samples()), sep="|")
 """
 LONG = """
@@ -32,8 +33,9 @@ import megarl
 
 rows = [{"prompt": f"{each}+1="} for each in range(12)]
 try:
-    megarl.train("grpo", "model", rows, lambda response: float(len(response)), max_num_steps=STEPS, max_new_tokens=3, run_dir="mine",
-                 save_period=100000)
+    reward = lambda response: float(len(response))
+    sizes = {"max_num_steps": STEPS, "max_new_tokens": 3, "save_period": 100000}
+    megarl.train("grpo", "model", rows, reward, run_dir="mine", **sizes)
 except KeyboardInterrupt as error:
     print("interrupted:", *error.__notes__)
 print(megarl.Run("mine").checkpoint.name)

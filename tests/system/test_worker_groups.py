@@ -617,7 +617,8 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 assert "torch" not in sys.modules
 init_ray(num_cpus=2, log_to_driver=False)
-group = RayWorkerGroup(RayVirtualCluster([2], use_gpus=False), RayWorkerBuilder("tests.system.sample_workers.PlainWorker"))
+cluster = RayVirtualCluster([2], use_gpus=False)
+group = RayWorkerGroup(cluster, RayWorkerBuilder("tests.system.sample_workers.PlainWorker"))
 print(*group.get_all_worker_results(group.run_all_workers_single_data("process_id")), flush=True)
 group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose", rank=0))
 """

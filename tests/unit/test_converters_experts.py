@@ -173,7 +173,8 @@ from converters.mapping.rules import rule_for
 from converters.mapping.shards import load_shard
 from converters.checkpoint.source import open_source
 architecture = read_architecture({{
-    "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": {experts}, "moe_intermediate_size": {width}, "hidden_size": {hidden},
+    "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": {experts},
+    "moe_intermediate_size": {width}, "hidden_size": {hidden},
 }})
 rule = rule_for("decoder.layers.0.mlp.experts.local_experts.300.linear_fc1.weight", architecture)
 source = open_source({str(tmp_path)!r})

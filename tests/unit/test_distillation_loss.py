@@ -182,9 +182,7 @@ def test_what_is_masked_reaches_nothing(outside: str, value: float) -> None:
     assert torch.equal(spoiled["logits"].grad, batch["logits"].grad)
 
 
-def test_a_token_that_the_teacher_excludes_costs_the_forward_divergence_nothing_and_the_reverse_one_everything() -> (
-    None
-):
+def test_a_token_that_the_teacher_excludes_is_free_forward_and_costs_everything_in_reverse() -> None:
     batch = drawn(9, 1, 2, 4, 4)
     batch["token_mask"], batch["sample_mask"] = torch.ones(1, 2).double(), torch.ones(1).double()
     batch["teacher_topk_logits"] = torch.tensor([0.5, 0.3, 0.2, 0.0]).double().log().expand(1, 2, 4)

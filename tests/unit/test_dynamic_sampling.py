@@ -248,7 +248,9 @@ class Judge:
         right = [by_kind[self.kind](row) for row in range(len(turn.responses))]
         # a shaped reward, which hardly any two answers have alike
         shaped = [value + 0.001 * sum(map(ord, text)) for value, text in zip(right, turn.responses)]
-        return EnvironmentReturn(shaped, [True] * len(right), [False] * len(right), accuracies=right, metrics={"judged": len(right)})
+        rows = len(right)
+        metrics = {"judged": rows}
+        return EnvironmentReturn(shaped, [True] * rows, [False] * rows, accuracies=right, metrics=metrics)
 
     def fault_of_reference(self, answer):
         return None

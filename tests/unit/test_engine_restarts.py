@@ -46,7 +46,8 @@ for line in sys.stdin:
     if call["method"] == "load":
         weights = call["weights"]
     if call["method"] == "generate":
-        drawn = [hashlib.blake2b(repr([weights, *row]).encode(), digest_size=4).digest() for row in call["rows"]]
+        rows = [repr([weights, *row]).encode() for row in call["rows"]]
+        drawn = [hashlib.blake2b(row, digest_size=4).digest() for row in rows]
         answer = [[5 + byte % 20 for byte in row] for row in drawn]
     print(json.dumps(answer), flush=True)
 """

@@ -264,7 +264,8 @@ FAMILY = replace(
     model_type="smollm3",
     architecture_class="SmolLM3ForCausalLM",
     config_keys=llama.FAMILY.config_keys
-    | {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window"},
+    | {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window"}
+    | {"layer_types", "max_window_layers", "sliding_window"},
 )
 """
 

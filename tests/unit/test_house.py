@@ -36,7 +36,8 @@ CODE_READERS = {
     ("cloudpickle", "load"),
     ("joblib", "load"),
 }
-LONGEST_FUNCTION = 80
+# Two screens of 110 columns.
+LONGEST_FUNCTION = 92
 
 
 def name_of(path: Path) -> str:
@@ -194,7 +195,7 @@ RULES = {
         {"converters/files/restricted.py"},
     ),
     "remote code is trusted only where the configuration says so": (trusts, set()),
-    "time is measured by monotonic clocks; the wall clock is for people, their limits, and files that others have written": (
+    "time is measured by monotonic clocks; the wall clock is for people and for files of others": (
         wall_clocks,
         {
             "megarl/run/time_left.py",
@@ -291,7 +292,14 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
             "ray.put(a)\nray.remote(f)\nf.remote(a)\nray_calls.put(a)\nray.wait([a])\n",
             [1, 3, 5],
         ),
-        (long_functions, "def f():\n" + "    a = 1\n" * 79 + "def g():\n" + "    a = 1\n" * 80, [81]),
+        (
+            long_functions,
+            "def f():\n"
+            + "    a = 1\n" * (LONGEST_FUNCTION - 1)
+            + "def g():\n"
+            + "    a = 1\n" * LONGEST_FUNCTION,
+            [LONGEST_FUNCTION + 1],
+        ),
     ],
 )
 def test_the_rules_see_what_they_forbid(finder: object, source: str, lines: list[int]) -> None:

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from converters.command import main
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 976\n"
+LFS = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 976\n"
+)
 KINDS: dict[str, tuple[bytes, str, str]] = {
     "git-lfs": (LFS, "a pointer of git-lfs", "git lfs pull"),
     "page": (

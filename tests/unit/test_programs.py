@@ -143,9 +143,11 @@ class Solution:
         for number in accumulate(numbers):
             groups[number % 2].append(number)
         left = bisect_left(sorted(numbers), 2) + bisect.bisect_right(sorted(numbers), 2)
-        found = reduce(gcd, numbers), sqrt(16), inf, itemgetter(0)(queue), collections.OrderedDict(), math.pi, re.sub("a", "b", "a")
+        found = reduce(gcd, numbers), sqrt(16), inf, itemgetter(0)(queue)
+        found += collections.OrderedDict(), math.pi, re.sub("a", "b", "a")
         most = max(counts.values())
-        return {"total": total(0), "least": heappop(heap), "left": left, "power": pow(2, 5, 5), "most": most, "found": len(found)}
+        sums = {"total": total(0), "least": heappop(heap), "left": left, "power": pow(2, 5, 5)}
+        return {**sums, "most": most, "found": len(found)}
 """
 
 

@@ -44,7 +44,8 @@ CALLS = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
-    return libc.syscall(*(ctypes.c_long(each) if isinstance(each, int) else each for each in (number, *arguments)))
+    given = (number, *arguments)
+    return libc.syscall(*(ctypes.c_long(each) if isinstance(each, int) else each for each in given))
 def numbers(**calls):
     return calls[os.uname().machine]
 """

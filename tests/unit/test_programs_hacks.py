@@ -57,7 +57,8 @@ def search():
         found += [str(frame.f_locals), str(frame.f_globals)]
         frame = frame.f_back
     found += [each for each in gc.get_objects() if isinstance(each, str)]
-    found += [str(each) for each in gc.get_objects() if isinstance(each, dict) and ("statement" in each or "expected" in each)]
+    tables = [each for each in gc.get_objects() if isinstance(each, dict)]
+    found += [str(each) for each in tables if "statement" in each or "expected" in each]
     return "\n".join(found)
 """
 FINDS = (

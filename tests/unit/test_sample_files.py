@@ -49,7 +49,8 @@ class Judge:
         small = [float(sum(ids) % 3) for ids in turn.response_ids]
         rewards = [one + 0.5 * other for one, other in zip(even, small)]
         count = len(rewards)
-        return EnvironmentReturn(rewards, [True] * count, [False] * count, accuracies=even, parts={"even": even, "small": small})
+        parts = {"even": even, "small": small}
+        return EnvironmentReturn(rewards, [True] * count, [False] * count, accuracies=even, parts=parts)
 
     def fault_of_reference(self, answer): return None
 

@@ -327,7 +327,8 @@ from megarl.run.stopping import Attempt, listening_for_stop
 from megarl.observe.console import TrainingConsole
 
 directory = Path(sys.argv[1])
-with listening_for_stop(directory, Attempt()) as stop, stop.deferred(), TrainingConsole(3, "a run") as console:
+shown = TrainingConsole(3, "a run")
+with listening_for_stop(directory, Attempt()) as stop, stop.deferred(), shown as console:
     (directory / "ready").touch()
     while stop.reason is None:
         pass

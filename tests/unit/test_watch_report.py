@@ -325,7 +325,8 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> No
     ]
     runs = [make_run(tmp_path / name, **dict.fromkeys(names, 0.5)) for name in ("run", "another-run-" * 8)]
     pages = [write_report(runs[:count], tmp_path / f"page{count}.html") for count in (1, 2)]
-    sizes = """[...document.querySelectorAll("svg text")].map(text => parseFloat(getComputedStyle(text).fontSize)
+    sizes = """[...document.querySelectorAll("svg text")].map(text =>
+        parseFloat(getComputedStyle(text).fontSize)
         * text.ownerSVGElement.getBoundingClientRect().width / text.ownerSVGElement.viewBox.baseVal.width)"""
     outside = """[...document.querySelectorAll("svg text")].filter(text => {
         const [word, picture] = [text, text.ownerSVGElement].map(each => each.getBoundingClientRect());

@@ -39,7 +39,8 @@ def megarl_cell(text):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             tree = ast.parse(text, "code.py")
-            last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            ends_in_value = tree.body and isinstance(tree.body[-1], ast.Expr)
+            last = ast.Expression(tree.body.pop().value) if ends_in_value else None
             exec(compile(tree, "code.py", "exec"), globals())
             value = None if last is None else eval(compile(last, "code.py", "eval"), globals())
             if value is not None:
