@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
+# What a traceback has where a process was to be started; a lock that is held is refused with the same error
+# of the system.
 _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
-"""What a traceback has where a process was to be started; a lock that is held is refused with the same error
-of the system."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -35,6 +35,7 @@ _LINEAR_KEYS, _LINEAR_VALUES = (
     "linear_num_value_heads * linear_value_head_dim",
 )
 _CONVOLVED = f"2 * {_LINEAR_KEYS} + {_LINEAR_VALUES}"
+# The same inside gated delta nets.
 _GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "in_proj_qkvz": ((f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}",), ("hidden_size",)),
     "in_proj_ba": (("2 * linear_num_value_heads",), ("hidden_size",)),
@@ -47,7 +48,6 @@ _GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "A_log": (("linear_num_value_heads",), ()),
     "dt_bias": (("linear_num_value_heads",), ()),
 }
-"""The same inside gated delta nets."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

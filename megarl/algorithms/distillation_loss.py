@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 TOPK_LOGITS, TOPK_INDICES = "teacher_topk_logits", "teacher_topk_indices"
 
+# Probability of all other tokens that is told from 0, in units of the last place of 1: what a sum of rounded
+# probabilities may be off.
 _LEAST_REST = 16
-"""Probability of all other tokens that is told from 0, in units of the last place of 1: what a sum of rounded
-probabilities may be off."""
 
 
 class DistillationLossDataDict(TypedDict):

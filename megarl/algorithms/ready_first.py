@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 LEDGER = "ledger"
 """Directory of a run."""
 _GROUPS, _RUN = "groups.json", "run.json"
+# Between looks at the engines while groups are waited for.
 _LOOK_SECONDS = 0.5
-"""Between looks at the engines while groups are waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,16 +40,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Number of the form of a kept table; another one is made anew.
 _FORM = 1
-"""Number of the form of a kept table; another one is made anew."""
+# Rows of a table: what a run that is killed while it computes loses at most.
 _ROWS_OF_TABLE = 8192
-"""Rows of a table: what a run that is killed while it computes loses at most."""
+# Rows that the policy is asked for at once; it brings the reference's weights to the device for each call.
 _ROWS_OF_CALL = 1024
-"""Rows that the policy is asked for at once; it brings the reference's weights to the device for each
-call."""
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
+# Keys of ``policy.megatron_cfg`` that say in which type something of the model is computed.
 _NUMERIC = ("float32_logits", "moe_router_dtype")
-"""Keys of ``policy.megatron_cfg`` that say in which type something of the model is computed."""
 _COLUMN = "logprobs"
 
 

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 ENGINE_CHECK_ERROR = "engine_check_error"
 """Metric: the mean absolute difference of the two log-probabilities of a token, right after a refit."""
 
+# Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
+# chosen now and then.
 _FLOORS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
-"""Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
-chosen now and then."""
 _REMEMBERED, _DRIFT, _ALARM = 20, math.log(2), math.log(8)
 _NAMED = 3
 

@@ -28,8 +28,8 @@ PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% 
 RENDER_SECONDS = 10.0
 """Longest time that a template may take for one conversation."""
 
+# Address space that rendering may add to the process.
 _RENDER_BYTES = 4 << 30
-"""Address space that rendering may add to the process."""
 
 _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 """A text may have the first number of characters, and the second one for each character of its messages and

@@ -58,6 +58,7 @@ _MEANING = {
 }
 _ADVICE = "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations"
 _ANSWERED = "{'prompt': ..., 'answer': ...}"
+# What is missing where no columns have the usual names, what to write, and an example of a record.
 _WANTED = {
     Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE, _ANSWERED),
     Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
@@ -70,7 +71,6 @@ _WANTED = {
         "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
     ),
 }
-"""What is missing where no columns have the usual names, what to write, and an example of a record."""
 
 
 def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:

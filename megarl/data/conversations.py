@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40
+# Characters of a content that stands in a text only where the template puts it.
 _TELLING = 16
-"""Characters of a content that stands in a text only where the template puts it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024
+# Of the texts that are tokenized together, which takes hundreds of bytes for each.
 _CHUNK_CHARACTERS = 2**21
-"""Of the texts that are tokenized together, which takes hundreds of bytes for each."""
+# Characters of an answer that is tokenized although it is no part of the model's input.
 _LONGEST_KEPT_ANSWER = 2**18
-"""Characters of an answer that is tokenized although it is no part of the model's input."""
 _SHOWN = 5
+# Bytes of a source's tokens above which they go to files.
 _MOST_IN_MEMORY = 8 * 2**20
-"""Bytes of a source's tokens above which they go to files."""
 
+# Number of the form of a kept table; a table of another form is made again.
 _FORM = 6
-"""Number of the form of a kept table; a table of another form is made again."""
 
 _COLUMNS = {
     "prompt": "int32",
@@ -60,9 +60,9 @@ _COLUMNS = {
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
+# Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the
+# whole answer.
 _Tokens = tuple[list[int], list[int], list[int]]
-"""Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the
-whole answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ _ROLES = {
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
 }
+# Roles of turns whose content is the JSON of calls.
 _CALLS = frozenset({"function_call", "tool_call"})
-"""Roles of turns whose content is the JSON of calls."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _SPEAKER = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):")
 _PYTHON_LIST = re.compile(r"\s*\[\s*\{\s*'")

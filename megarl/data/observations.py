@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _ORIGIN = "an observation"
 
+# What a template may write in another form than it is.
 _ODD_CONTENT = 'a "b" {c}, [d]\n\n\\e é 你|f: g'
-"""What a template may write in another form than it is."""
 
 _MOST_FRAMES = 256
 

@@ -26,6 +26,8 @@ ChatMessage = Mapping[str, Any]
 Found = TypeVar("Found")
 
 _SYSTEM = frozenset({"system", "developer"})
+# Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools,
+# each with its answer.
 _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     None: _SYSTEM | {"user"},
     "system": frozenset({"user"}),
@@ -34,8 +36,6 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "assistant": frozenset({"user", "tool"}),
     "tool": frozenset({"tool", "assistant"}),
 }
-"""Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools,
-each with its answer."""
 
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")

@@ -289,5 +289,5 @@ class MixtureSampler(Sampler):
             sampler.go_to(count)
 
 
+# Added to the seed of each further source: no seed of a run.
 _APART = 2**64
-"""Added to the seed of each further source: no seed of a run."""

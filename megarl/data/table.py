@@ -30,8 +30,8 @@ _META = "meta.json"
 _BLOCK = 2**20
 _KEPT_NAME = re.compile(r"[0-9a-f]{32}")
 _PARTIAL_NAME = re.compile(r"\.[0-9a-f]{32}\.partial-\d+")
+# Seconds without a write after which a table that is not finished belongs to a run that was killed.
 _ABANDONED_S = 86400.0
-"""Seconds without a write after which a table that is not finished belongs to a run that was killed."""
 
 
 class StoredValues:

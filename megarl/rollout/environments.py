@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+# How long the final answer of one response may be looked for.
 _ANSWER_SECONDS = 5.0
-"""How long the final answer of one response may be looked for."""
 
 
 class NamedEnvironments:

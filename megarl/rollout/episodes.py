@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Between looks at the engines while the environment is at work.
 _POLL_SECONDS = 0.005
-"""Between looks at the engines while the environment is at work."""
 
+# That a conversation may take to end.
 _END_SECONDS = 10.0
-"""That a conversation may take to end."""
 
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 """An observation of more characters for each token that is left is not tokenized: it cannot fit."""
 
+# Conversations that nobody can judge, and those that score 0.
 _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
-"""Conversations that nobody can judge, and those that score 0."""
 
 _NEEDED = ("rewards", "terminated", "masked")
+# What an environment says of each conversation; what is not needed may be missing as a whole.
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
-"""What an environment says of each conversation; what is not needed may be missing as a whole."""
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 

@@ -20,20 +20,20 @@ from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 CHECK_SECONDS = 5.0
 """How long one answer may take to be judged where the caller has set no time limit."""
 
+# Characters of a reference that is kept with what was read from it.
 _LONGEST_KEPT = 1000
-"""Characters of a reference that is kept with what was read from it."""
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+# The result below worked steps, as GSM8K has it.
 _MARKED_RESULT = re.compile(r"(?:^|\n)\s*####[ \t]*(\S[^\n]*)\s*\Z")
-"""The result below worked steps, as GSM8K has it."""
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
+# A statement that is a number and its words, with no mathematics that the library would find better.
 _PLAIN = re.compile(
     r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z"
 )
-"""A statement that is a number and its words, with no mathematics that the library would find better."""
+# Characters at the end of a response without a box in which the library looks for an expression.
 _LONGEST_ENDING = 20_000
-"""Characters at the end of a response without a box in which the library looks for an expression."""
 
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
@@ -128,8 +128,8 @@ def _parsed_now(answer: str) -> tuple[Any, ...]:
     return tuple(_parse(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"))
 
 
+# References come again with every answer to their prompt.
 _parsed_before = lru_cache(maxsize=1024)(_parsed_now)
-"""References come again with every answer to their prompt."""
 
 
 def _parse(text: str) -> list[Any]:

@@ -17,17 +17,16 @@ from typing import Any
 
 from megarl.patched import patched
 
+# Characters of a text that is kept with the value that was read from it.
 _LONGEST_KEPT = 1000
-"""Characters of a text that is kept with the value that was read from it."""
 
+# Precisions, in decimal digits, at which irrational numbers are compared.
+#
+# The second is for those that agree at the first.
 _DIGITS = 60, 400
-"""Precisions, in decimal digits, at which irrational numbers are compared.
 
-The second is for those that agree at the first.
-"""
-
+# Last digits of a precision that may differ by rounding and cancellation.
 _ROOM = 20
-"""Last digits of a precision that may differ by rounding and cancellation."""
 
 _LARGEST_EXPONENT = 10_000
 

@@ -99,13 +99,13 @@ _BOUNDS = (
     (r"more than|greater than|over|above|exceeding", ">"),
     (r"less than|fewer than|under|below", "<"),
 )
+# Words without which a value says something else; no other side may lack them.
 _CHANGES = _set_of(
     "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod "
     "modulo if where except without minus plus negative odd even bc ad maybe perhaps possibly probably "
     "north south east west january february march april may june july august september october november "
     "december monday tuesday wednesday thursday friday saturday sunday"
 )
-"""Words without which a value says something else; no other side may lack them."""
 
 _ABOUT = re.compile(
     r"\b(?:about|approximately|approx|around|roughly|nearly|almost|circa|close to)\b\.?", re.IGNORECASE

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 """``role`` and ``content``; of the assistant also ``tool_calls``, of a tool ``name`` and ``tool_call_id``."""
 
+# Failures of an environment that are reported one by one.
 _TOLD = 3
-"""Failures of an environment that are reported one by one."""
 
 
 class EnvironmentLostError(MegarlError):

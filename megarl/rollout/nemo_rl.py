@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 MetadataT = TypeVar("MetadataT")
 
+# Failures that are reported one by one.
 _TOLD = 3
-"""Failures that are reported one by one."""
 
+# Roles that chat templates know; what an environment says under another one, as ``environment``, the user
+# says.
 _ROLES = frozenset({"user", "assistant", "system", "tool"})
-"""Roles that chat templates know; what an environment says under another one, as ``environment``, the user
-says."""
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):

@@ -63,29 +63,30 @@ kernel for want of memory."""
 GRACE_SECONDS = 1.0
 """Between the alarm and the kill."""
 
+# Between looks at whether each process is still there. One whose forked child holds the pipe open does not
+# end it.
 _POLL_SECONDS = 0.5
-"""Between looks at whether each process is still there. One whose forked child holds the pipe open does not
-end it."""
 
+# Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without keeping
+# a process idle.
 _AHEAD_SECONDS = 0.05
-"""Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without
-keeping a process idle."""
 
+# That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of
+# an answer.
 _PIPE_BYTES = 1 << 18
-"""That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of
-an answer."""
 
 _STANDARD_ERROR = 2
 
+# Largest number of float32, which rewards are.
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
-"""Largest number of float32, which rewards are."""
 
 _READY, _VALUE, _UNUSABLE = "ready", "value", "unusable"
+# Kind of a line that says whether the function of the present task is importing a module, which does not
+# count against its time.
 _IMPORTS = "imports"
-"""Kind of a line that says whether the function of the present task is importing a module, which does not
-count against its time."""
 
 
+# Errors of the system that no response causes: nobody answers there, or the machine is full.
 _OF_THE_MACHINE = frozenset(
     {
         *(
@@ -99,13 +100,12 @@ _OF_THE_MACHINE = frozenset(
         *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.ESTALE),
     }
 )
-"""Errors of the system that no response causes: nobody answers there, or the machine is full."""
 
+# Signals by which others end a process, such as the kernel for want of memory.
 _SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals by which others end a process, such as the kernel for want of memory."""
 
+# Characters of a traceback that are kept, from its end.
 _LONGEST_TRACE = 4000
-"""Characters of a traceback that are kept, from its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,19 +49,18 @@ from megarl.rollout import answers, mathematics, programs
 if TYPE_CHECKING:
     from megarl.data.records import Doubt
 
+# Bytes of a scorer's reply that are read.
 _LARGEST_REPLY = 1 << 20
-"""Bytes of a scorer's reply that are read."""
 
+# Seconds before the second request at most.
 _LONGEST_PAUSE = 0.5
-"""Seconds before the second request at most."""
 
+# Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the
+# scorer and the way there.
 _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
-"""Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the
-scorer and the way there."""
 
+# Of the time for a response that its tests may take where each counts; the rest is for what is around them.
 _SHARE_OF_TESTS = 0.9
-"""Of the time for a response that its tests may take where each counts; the rest is for what is around
-them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Rewards of a run that are missing and reported one by one; of later batches each has one line for all.
 _TOLD = 3
-"""Rewards of a run that are missing and reported one by one; of later batches each has one line for all."""
 
+# Batches in a row that may be left without any score.
 _BATCHES = 3
-"""Batches in a row that may be left without any score."""
 
 
 _Task = TypeVar("_Task")

@@ -21,13 +21,13 @@ from megarl.distributed.token_batches import TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Tokens that are joined at once, which bounds the memory that it takes.
 _AT_ONCE = 1 << 20
-"""Tokens that are joined at once, which bounds the memory that it takes."""
 
 
+# Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of
+# several channels.
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-"""Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of
-several channels."""
 
 _FINAL = "final"
 

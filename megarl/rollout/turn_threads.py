@@ -11,11 +11,11 @@ from typing import Any
 
 from megarl.errors import RewardError
 
+# Between looks at calls that wait, or take too long.
 _LOOK_SECONDS = 0.01
-"""Between looks at calls that wait, or take too long."""
 
+# Threads that an owner begins with.
 _FEW = 8
-"""Threads that an owner begins with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+# That a node may take to begin, and for all that is not writing.
 _ANSWER_S = 60.0
-"""That a node may take to begin, and for all that is not writing."""
 
 
 class MemoryOfNodes:

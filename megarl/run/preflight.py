@@ -47,24 +47,26 @@ from megarl.run.start import engine_of
 
 Config = Mapping[str, Any]
 
+# Seconds for one look at a host of the network, which may be behind slow proxies.
 _LOOK_S = 10.0
-"""Seconds for one look at a host of the network, which may be behind slow proxies."""
 
+# Bytes that the smallest run writes, with room to spare.
 _LEAST_FREE = 64 << 20
-"""Bytes that the smallest run writes, with room to spare."""
 
+# Open files of one process: a worker of a small run on the CPU was seen to have 136.
 _LEAST_FILES = 256
-"""Open files of one process: a worker of a small run on the CPU was seen to have 136."""
 
 _THREADS_OF_RAY, _THREADS_OF_RANK = 200, 80
 """Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on
 two cores."""
 
+# Packages that switches of the configuration need, which are also the names of megarl's extras.
 _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
-"""Packages that switches of the configuration need, which are also the names of megarl's extras."""
 
 
 _DOCTOR = "megarl doctor says how to install it"
+# Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write
+# instead.
 _PACKAGES_OF_MEGATRON = (
     ("transformer_engine", True, "transformer-engine", _DOCTOR, "auto"),
     ("moe_permute_fusion", True, "transformer-engine", _DOCTOR, "false"),
@@ -76,8 +78,6 @@ _PACKAGES_OF_MEGATRON = (
         "alltoall",
     ),
 )
-"""Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write
-instead."""
 
 
 def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
@@ -342,8 +342,8 @@ def _is_ours(process: psutil.Process) -> bool:
     return uids is not None and uids.real == os.getuid()
 
 
+# Each file that a tokenizer of transformers is read from has one of these in its name.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "bpe", "dict.txt")
-"""Each file that a tokenizer of transformers is read from has one of these in its name."""
 
 
 def unreachable_models(config: RunConfig) -> Iterator[Violation]:

@@ -30,9 +30,9 @@ SLURM_RESTARTS = 3
 """Restarts where ``cluster.max_restarts`` says nothing, in a job of Slurm: there nobody waits beside it."""
 
 _LOOK_S = 5.0
+# That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job
+# has others.
 _IN_A_JOB_S = 60.0
-"""That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued
-job has others."""
 
 
 def most_restarts(cluster: ClusterConfig) -> int:

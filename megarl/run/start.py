@@ -56,8 +56,8 @@ def engine_of(config: RunConfig) -> EngineKind | None:
     return kind_of(generation) if generates(config) else None
 
 
+# What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less.
 _ray_start = {"seconds": 0.0}
-"""What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less."""
 
 
 def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = math.inf) -> None:

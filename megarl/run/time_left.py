@@ -15,8 +15,8 @@ from megarl import env
 logger = logging.getLogger(__name__)
 
 _WINDOW = 10
+# Times the slowest step and the slowest save of the last ten: the next ones may be slower.
 _SAFETY = 1.2
-"""Times the slowest step and the slowest save of the last ten: the next ones may be slower."""
 
 ENDING_SECONDS = 10.0
 """That a launch takes to end after its last checkpoint."""

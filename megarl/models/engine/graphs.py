@@ -128,8 +128,8 @@ class Graphs:
         return recorded.result
 
 
+# Errors of recordings in this process, which does not try again.
 _failures: list[str] = []
-"""Errors of recordings in this process, which does not try again."""
 _logged: set[str] = set()
 
 

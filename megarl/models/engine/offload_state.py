@@ -195,9 +195,9 @@ class HostCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._runtime.is_cuda)
 
 
+# Share of a device's memory that stays free for the reference policy's pass where the present weights stay on
+# the device.
 _LEFT_FOR_A_PASS = 0.25
-"""Share of a device's memory that stays free for the reference policy's pass where the present weights stay
-on the device."""
 
 
 class ReferenceWeights:

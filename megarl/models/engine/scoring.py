@@ -20,9 +20,9 @@ from converters.checkpoint.source import HuggingFaceSource
 from megarl.errors import ModelError
 
 SCORE = "score.weight"
+# Names of a language model's output layer, and of the copies that layers which predict further tokens have of
+# it.
 _OUTPUT_LAYERS = re.compile(r"lm_head\.weight|.*\.shared_head\.head\.weight")
-"""Names of a language model's output layer, and of the copies that layers which predict further tokens have
-of it."""
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 

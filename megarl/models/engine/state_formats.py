@@ -27,13 +27,13 @@ import torch
 
 BLOCK = 256
 _SCALE_BYTES = 4
+# Bits of a float32 mantissa (23) that a mantissa of three bits does not have.
 _ROUNDED_OFF = 20
-"""Bits of a float32 mantissa (23) that a mantissa of three bits does not have."""
+# The float32 number 1 without the bits that are rounded off.
 _ONE = 127 << 3
-"""The float32 number 1 without the bits that are rounded off."""
+# Keeps all numbers of a block out of float32's subnormal range, where a product with the scale cannot be
+# undone.
 _LEAST_SCALE = 2.0**-90
-"""Keeps all numbers of a block out of float32's subnormal range, where a product with the scale cannot be
-undone."""
 
 
 class StateFormat(Protocol):

@@ -265,8 +265,8 @@ def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batchin
     return _of_batch(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
 
+# What a head gives of each token: by name, the dimensions behind [B, S] and the dtype.
 _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""What a head gives of each token: by name, the dimensions behind [B, S] and the dtype."""
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 

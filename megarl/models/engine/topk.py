@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megarl.models.engine.logprobs import VocabularyShard, scaled_chunks, working_dtype
 
+# Key of a column that is not there: less than that of any logit.
 _NO_COLUMN = -(2**63)
-"""Key of a column that is not there: less than that of any logit."""
 _IDS = 2**32 - 1
 
 

@@ -95,6 +95,7 @@ class StepTrace:
 
 logger = logging.getLogger(__name__)
 NOISE = 0.01
+# Methods that a model which scores has no answer to; engines that weights are sent to generate.
 _OF_LANGUAGE_MODELS = frozenset(
     {
         "get_logprobs",
@@ -105,7 +106,6 @@ _OF_LANGUAGE_MODELS = frozenset(
         "init_collective",
     }
 )
-"""Methods that a model which scores has no answer to; engines that weights are sent to generate."""
 
 
 def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:

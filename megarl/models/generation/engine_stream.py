@@ -27,8 +27,8 @@ GATHER_SECONDS = 0.5
 """Time between fetches of completions that no request follows. An engine is idle for a few ms between
 calls."""
 
+# After which a call that has not come back is waited for alone, by its deadline.
 _PATIENCE_SECONDS = 5.0
-"""After which a call that has not come back is waited for alone, by its deadline."""
 
 
 class Group(Protocol):

@@ -19,8 +19,8 @@ from megarl.errors import MegarlError
 from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
+# That new requests wait for a poll at most, and that requests of a wave are waited for.
 _LOOK_SECONDS = 0.05
-"""That new requests wait for a poll at most, and that requests of a wave are waited for."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import warnings
 from megarl.models.megatron.cuda_redirect import without_compiler
 from megarl.models.megatron.transformer_engine import find
 
+# How messages begin that are not shown, by the logger that gives them.
 _TO_DEVELOPERS = {
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -21,7 +22,6 @@ _TO_DEVELOPERS = {
     ),
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }
-"""How messages begin that are not shown, by the logger that gives them."""
 
 
 def _hide(name: str, beginning: str) -> None:

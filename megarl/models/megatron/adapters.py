@@ -63,8 +63,10 @@ from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
 
 logger = logging.getLogger(__name__)
+# Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand."""
+# What Megatron-Bridge's CanonicalLoRA calls the adapters of a fused layer, whose checkpoints the converters
+# read.
 _STORED = {
     "q_proj": "adapter_q.",
     "k_proj": "adapter_k.",
@@ -72,8 +74,6 @@ _STORED = {
     "gate_proj": "adapter_gate.",
     "up_proj": "adapter_up.",
 }
-"""What Megatron-Bridge's CanonicalLoRA calls the adapters of a fused layer, whose checkpoints the converters
-read."""
 
 
 class Adapter(nn.Module):

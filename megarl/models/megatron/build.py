@@ -100,9 +100,9 @@ def build_chunks(
     return chunks
 
 
+# Megatron-Core's classes of language models, each with its module, by values of
+# ``policy.megatron_cfg.model_class``.
 _MODEL_CLASSES = {"gpt": ("GPTModel", "gpt.gpt_model"), "hybrid": ("HybridModel", "hybrid.hybrid_model")}
-"""Megatron-Core's classes of language models, each with its module, by values of
-``policy.megatron_cfg.model_class``."""
 
 
 def _maker(chosen: str | None) -> Callable[..., LanguageModule]:

@@ -82,10 +82,10 @@ def exact_offsets() -> Iterator[StateStream]:
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
 _DISTRIBUTED_STATE = "optimizer.state.param."
+# Key of the float32 weights of an optimizer that is not distributed.
 _COPIES = "fp32_from_fp16_params"
-"""Key of the float32 weights of an optimizer that is not distributed."""
+# What a parameter group has of the schedule, which is the configuration's.
 _BOUNDS = ("max_lr", "min_lr")
-"""What a parameter group has of the schedule, which is the configuration's."""
 
 
 def _metadata() -> dict[str, Any]:

@@ -31,12 +31,12 @@ from converters.model_config.layer_kind import LayerKind
 from megarl.models.megatron.specs import kinds_of_chunk
 from megarl.patched import patched
 
+# By ``LayerKind.mixer``: the symbol of a half layer, and the name of its spec.
 _MIXERS = {
     "attention": (Symbols.ATTENTION, "attention_layer"),
     "latent": (Symbols.MLA, "mla_layer"),
     "gated_delta": (Symbols.GDN, "gdn_layer"),
 }
-"""By ``LayerKind.mixer``: the symbol of a half layer, and the name of its spec."""
 _MLP, _EXPERTS = (Symbols.MLP, "mlp_layer"), (Symbols.MOE, "moe_layer")
 
 

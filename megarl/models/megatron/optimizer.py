@@ -32,8 +32,8 @@ from megarl.patched import patched
 
 NEVER = 2**40
 _EMBEDDING = "embedding.word_embeddings.weight"
+# Megatron-Core adds it to the norm that it divides by.
 _CLIPPED = 1e-6
-"""Megatron-Core adds it to the norm that it divides by."""
 _SHOWN = 8
 
 
@@ -262,12 +262,12 @@ def _are_float32(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.dtype is torch.float32 for tensor in tensors)
 
 
+# What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex:
+# its own and ours.
 _OVER_ALL = {
     "l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all),
     "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all),
 }
-"""What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex:
-its own and ours."""
 
 
 def _over_all() -> list[tuple[Any, str, Any]]:

@@ -293,12 +293,12 @@ def _latent_attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
+# Portable specs of what mixes the tokens of a layer, by ``LayerKind.mixer``.
 _MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
     "attention": _attention,
     "latent": _latent_attention,
     "gated_delta": lambda config: gated_delta_spec(),
 }
-"""Portable specs of what mixes the tokens of a layer, by ``LayerKind.mixer``."""
 
 
 def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:

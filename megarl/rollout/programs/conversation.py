@@ -24,12 +24,12 @@ INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'i
 """The program that runs the model's, compiled once and not in each process."""
 
 _PIECE = 1 << 16
+# Bytes of all answers together: a statement may keep the values of many calls.
 _LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
-"""Bytes of all answers together: a statement may keep the values of many calls."""
 
+# Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may
+# make lists of all.
 _LONGEST_RANGES = 1_000_000
-"""Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may
-make lists of all."""
 
 
 class EndedError(Exception):

@@ -28,8 +28,8 @@ from megarl.rollout.programs.own_functions import (
     refuse_large,
 )
 
+# Nodes that one statement may evaluate.
 _STEPS = 200_000
-"""Nodes that one statement may evaluate."""
 
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -58,8 +58,8 @@ _UNARY: Mapping[type, Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.Invert: operator.invert,
 }
+# Exceptions that operations and functions raise here, as they would inside.
 _OF_PYTHON = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, NameError)
-"""Exceptions that operations and functions raise here, as they would inside."""
 
 
 class _Jump(Exception):

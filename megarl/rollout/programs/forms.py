@@ -15,8 +15,8 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
 _STATEMENTS = ("test_list", "challenge_test_list")
+# Beginnings of base64 of zlib, whose first byte is 0x78.
 _PACKED = re.compile(r"\s*e[AFJN]")
-"""Beginnings of base64 of zlib, whose first byte is 0x78."""
 _PICKLE = b"\x80"
 _TEXTS_OF_PICKLES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _FRAMES_OF_PICKLES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})

@@ -71,8 +71,8 @@ EXCEPTIONS: Mapping[str, type[BaseException]] = {
     if isinstance(kind, type) and issubclass(kind, BaseException)
 }
 
+# Whose results grow too fast.
 _NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
-"""Whose results grow too fast."""
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "math": {
@@ -102,8 +102,8 @@ METHODS_THAT_GROW = frozenset(
     ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate")
 )
 
+# Length of what an operation may make, and bits of numbers.
 _LARGEST = 1_000_000
-"""Length of what an operation may make, and bits of numbers."""
 
 
 def refuse_growth(kind: type, left: Any, right: Any) -> None:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 120.0
 _OPEN_FILES = 64
+# Signals and timers that its user may have waiting, in memory of the kernel.
 _WAITING_SIGNALS = 256
-"""Signals and timers that its user may have waiting, in memory of the kernel."""
 
 LONGEST_OUTPUT = 1 << 24
 """Bytes of a program's output that are read; more are wrong."""

@@ -14,6 +14,7 @@ from megarl.rollout.programs.conversation import Conversation
 from megarl.rollout.programs.evaluation import runs_to_its_end
 from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
 
+# Modules that a statement may take its measure from, so that the program may not answer for them.
 _JUDGES = frozenset(
     (
         *("np", "numpy", "pd", "pandas", "pytest", "unittest", "torch", "scipy", "sympy", "random", "re"),
@@ -32,11 +33,10 @@ _JUDGES = frozenset(
         *("defaultdict", "cmath", "statistics", "json", "heapq", "bisect", "operator"),
     )
 )
-"""Modules that a statement may take its measure from, so that the program may not answer for them."""
 
 _OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
+# Methods whose results a short text or a small number makes large.
 _NEVER = {"format", "format_map", "elements"}
-"""Methods whose results a short text or a small number makes large."""
 
 _NODES = (
     ast.Module,

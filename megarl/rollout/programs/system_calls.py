@@ -12,8 +12,8 @@ import errno
 import struct
 from functools import lru_cache
 
+# Column of the tables below and the architecture's number in audit.h, by the name that ``uname`` gives.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
-"""Column of the tables below and the architecture's number in audit.h, by the name that ``uname`` gives."""
 
 _FIRST_X32_CALL = 0x40000000
 
@@ -96,25 +96,24 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3, _SOCKET, _MMAP, _FCNTL = (56, 220), (435, 435), (41, 198), (9, 222), (72, 25)
 _SET_SOCKET_OPTION, _ADVISE = (54, 208), (28, 233)
 
+# The flags CLONE_NEW* of ``clone``.
 _NEW_NAMESPACES = 0x7E020000
-"""The flags CLONE_NEW* of ``clone``."""
 
+# AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from any.
 _SOCKET_FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from
-any."""
 
+# MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that
+# touched them.
 _SHARED_ANONYMOUS = 0x21
-"""MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that
-touched them."""
 
+# F_SETPIPE_SZ: what a pipe holds is counted nowhere.
 _SET_PIPE_SIZE = 1031
-"""F_SETPIPE_SZ: what a pipe holds is counted nowhere."""
 
+# SO_SNDBUF: what a socket holds is counted nowhere either.
 _SEND_BUFFER = 7
-"""SO_SNDBUF: what a socket holds is counted nowhere either."""
 
+# MADV_PAGEOUT: what was moved to swap is no resident memory.
 _PAGE_OUT = 21
-"""MADV_PAGEOUT: what was moved to swap is no resident memory."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16

@@ -29,8 +29,8 @@ from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
 
+# In which no program starts, so that a test with no more is not begun.
 _LEAST_SECONDS = 0.05
-"""In which no program starts, so that a test with no more is not begun."""
 
 TOLERANCE = 1e-6
 """Absolute, and relative to the expected number."""

@@ -18,8 +18,8 @@ _BINARY: Mapping[type, Callable[[float, float], float]] = {
 _UNARY: Mapping[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 _LONGEST_EXPRESSION = 1000
+# Of a whole number that comes out: a policy may write 9**9**9.
 _MOST_BITS = 4096
-"""Of a whole number that comes out: a policy may write 9**9**9."""
 
 
 def calculate(expression: str) -> str:

@@ -90,6 +90,7 @@ def _gpt_oss(text: str) -> Found:
     yield from _HARMONY.findall(text)
 
 
+# Form to: what finds calls, what in a text is calls, and whether they are written with special tokens.
 _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
     "hermes": (_hermes, _HERMES, False),
     "qwen3_coder": (_qwen3_coder, _HERMES, False),
@@ -98,7 +99,6 @@ _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
     "deepseek": (_deepseek, re.compile(f"{_CALLS}.*", re.DOTALL), True),
     "gpt-oss": (_gpt_oss, _HARMONY, True),
 }
-"""Form to: what finds calls, what in a text is calls, and whether they are written with special tokens."""
 assert tuple(_FORMS) == TOOL_PARSERS
 
 

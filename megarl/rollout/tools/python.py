@@ -29,9 +29,10 @@ from megarl.rollout.programs.conversation import Conversation, EndedError, Raise
 from megarl.rollout.programs.inside import GIVEN_MODULES
 
 _START_SECONDS = 60.0
+# Seconds after which a conversation's interpreter ends, whatever happens to the run.
 _LONGEST_LIFE = 3600.0
-"""Seconds after which a conversation's interpreter ends, whatever happens to the run."""
 
+# The program that runs code, in the sandbox: nothing that it says is believed beyond being text.
 _HOST = """
 def megarl_cell(text):
     import ast, contextlib, io, traceback
@@ -49,7 +50,6 @@ def megarl_cell(text):
             print("".join(traceback.format_exception_only(error)).strip())
     return out.getvalue()
 """
-"""The program that runs code, in the sandbox: nothing that it says is believed beyond being text."""
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from megarl.errors import ConfigError, DataError, Violation
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "content", "contents", "body", "passage")
+# Characters of a document that are shown.
 _SHOWN = 2000
-"""Characters of a document that are shown."""
 
 
 class DocumentIndex:

@@ -20,8 +20,8 @@ Call: TypeAlias = Callable[..., Any]
 """Called with the arguments of the policy by name; what it returns becomes text. What it raises is the call's
 fault."""
 
+# Characters of an answer that the policy is given at most; what is longer loses its end, and says so.
 _LONGEST = 100_000
-"""Characters of an answer that the policy is given at most; what is longer loses its end, and says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ def _search(section: ToolConfig, key: str) -> Callable[[], Call]:
     return lambda: functools.partial(index.search, count=section.get("results", 3))
 
 
+# Kind of a built-in tool to its description, its parameters (all texts), and what makes it.
 _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str], Callable[[], Call]]]] = {
     "calculator": (
         "Evaluate an arithmetic expression.",
@@ -120,7 +121,6 @@ _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str]
         lambda section, key: lambda: functools.partial(post, section["url"], section.get("timeout_s", 10.0)),
     ),
 }
-"""Kind of a built-in tool to its description, its parameters (all texts), and what makes it."""
 
 
 class Toolbox:
