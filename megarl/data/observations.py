@@ -41,6 +41,27 @@ _MOST_FRAMES = 256
 
 
 @dataclass(frozen=True, slots=True)
+class _Frame:
+    """Text and tokens that a template writes around a content.
+
+    Attributes:
+        head: tokens of what stands up to the mark before the content, without it.
+        before: text from that mark to the content.
+        behind: text from the content to the mark behind it.
+        tail: tokens from that mark on.
+    """
+
+    head: list[int]
+    before: str
+    behind: str
+    tail: list[int]
+
+    def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the tokens of a content with the frame."""
+        return [*self.head, *encode(f"{self.before}{content}{self.behind}"), *self.tail]
+
+
+@dataclass(frozen=True, slots=True)
 class ObservationEncoder:
     """Encodes observations by a chat template.
 
@@ -57,16 +78,16 @@ class ObservationEncoder:
     stop_token_ids: Collection[int]
     rewritten: str | None = field(init=False)
     _written_roles: set[str] = field(init=False, default_factory=set)
-    _frames: dict[tuple[tuple[str, str], ...], tuple[str, str] | None] = field(
-        init=False, default_factory=dict
-    )
+    _frames: dict[tuple[tuple[str, str], ...], _Frame | None] = field(init=False, default_factory=dict)
 
     _encode: Callable[[str], list[int]] = field(init=False)
     _special: frozenset[int] = field(init=False)
+    _marks: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_encode", text_encoder(self.tokenizer))
         object.__setattr__(self, "_special", special_ids(self.tokenizer))
+        object.__setattr__(self, "_marks", _marks_of(self.tokenizer))
         object.__setattr__(self, "rewritten", self._find_rewritten())
 
     def encode(self, messages: Sequence[ChatMessage], last: int | None) -> list[int]:
@@ -83,7 +104,9 @@ class ObservationEncoder:
             return self.tokens("".join(_text(message) for message in messages))
         for message in messages:
             self.check_role(str(message.get("role")))
-        ids = self.tokens(self._framed(messages) or self._behind_response(messages))
+        ids = self._framed(messages)
+        if ids is None:
+            ids = self.tokens(self._behind_response(messages))
         return self._behind_turn(ids, last)
 
     def check_role(self, role: str) -> None:
@@ -159,8 +182,8 @@ class ObservationEncoder:
                 return f"{shown[begin:]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
         return None
 
-    def _framed(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Return the text behind a response without rendering it, where the template writes this kind of
+    def _framed(self, messages: Sequence[ChatMessage]) -> list[int] | None:
+        """Return the tokens behind a response without rendering them, where the template writes this kind of
         message around its content.
 
         Rendering takes ten times as long as all else that a turn costs. Contents that a template might look
@@ -184,18 +207,32 @@ class ObservationEncoder:
                 return None
             self._frames[kind] = self._find_frame(further)
         frame = self._frames[kind]
-        return None if frame is None else f"{frame[0]}{content}{frame[1]}"
+        return None if frame is None else frame.around(content, self._encode)
 
-    def _find_frame(self, further: ChatMessage) -> tuple[str, str] | None:
-        texts = [
-            self._behind_response([{**further, "content": content}]) for content in (FOLLOWING, _ODD_CONTENT)
-        ]
+    def _find_frame(self, further: ChatMessage) -> _Frame | None:
+        contents = (FOLLOWING, _ODD_CONTENT)
+        texts = [self._behind_response([{**further, "content": content}]) for content in contents]
         before, _, behind = texts[0].partition(FOLLOWING)
-        return (
-            (before, behind)
-            if texts == [f"{before}{content}{behind}" for content in (FOLLOWING, _ODD_CONTENT)]
-            else None
+        if texts != [f"{before}{content}{behind}" for content in contents]:
+            return None
+        cut = self._cut_frame(before, behind)
+        # the tokenizers library itself has the last word on whether the parts may be encoded one by one
+        is_right = all(
+            cut.around(content, self._encode) == self.tokens(text)
+            for content, text in zip(contents, texts, strict=True)
         )
+        return cut if is_right else _Frame([], before, behind, [])
+
+    def _cut_frame(self, before: str, behind: str) -> _Frame:
+        """Return a frame that is encoded once up to the last mark before the content, and from the first mark
+        behind it."""
+        marks = self._marks
+        last = max((match for match in marks.finditer(before)), key=lambda match: match.start(), default=None)
+        first = marks.search(behind)
+        start, end = (0 if last is None else last.start()), (len(behind) if first is None else first.start())
+        # the mark goes to both sides: a text that begins with one is encoded as what stands behind another
+        head = self.tokens(before[: last.end()])[:-1] if last is not None else []
+        return _Frame(head, before[start:], behind[:end], self.tokens(behind[end:]))
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text behind a response that the messages follow.
@@ -321,6 +358,29 @@ class History:
             ):
                 return self._prompt[: -len(end_of_prompt)] + self._encoder.tokens(self._shown[begin:])
         return None
+
+
+def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the added tokens that part a text before anything else looks at it: tokens of what
+    stands on one side do not depend on the other side.
+
+    Not those that take the spaces around them, that are looked for in the normalized text or between words,
+    nor those that share characters with the begin or end of another one."""
+    added = list(tokenizer.added_tokens_decoder.values())
+    names = [str(token) for token in added]
+    found = [
+        str(token)
+        for token in added
+        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        and not any(_overlap(str(token), other) for other in names if other != str(token))
+    ]
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or r"(?!)")
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether a text may have two tokens at places that share characters."""
+    shared = range(1, min(len(one), len(other)) + 1)
+    return one in other or any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in shared)
 
 
 _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)

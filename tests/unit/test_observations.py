@@ -3,12 +3,15 @@ rendering."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
-from megarl.data.observations import ObservationEncoder
+from megarl.data.observations import ObservationEncoder, _marks_of
 from megarl.errors import DataError
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 from tests.templates.conversations import CONVERSATIONS, REFUSED, TOOLS, assistant, tool, user
@@ -264,10 +267,65 @@ def test_what_is_written_without_rendering_is_what_would_be_rendered(name: str) 
             messages = [{**kind, "content": content}]
             found = encoder._framed(messages)
             framed += found is not None
-            assert found is None or found == encoder._behind_response(messages)
+            assert found is None or found == encoder.tokens(encoder._behind_response(messages))
     assert framed == 4 * (1 if name in {"gpt-oss", "llama3.1", "llama3.2", "command-a"} else len(kinds)), (
         "contents that are plain, or that a template writes as they are"
     )
+
+
+def _odd_tokenizer(kind: str, **marks: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer whose first piece, spaces or marks are what a text that is cut could lose."""
+    words = [
+        "<unk>",
+        *"abcdefghijklmnopqrstuvwxyz0123456789 ▁.,|:\n",
+        "▁an",
+        "swer",
+        "▁answer",
+        "user",
+        "▁user",
+    ]
+    vocabulary = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    merges = [("▁", "user"), ("▁an", "swer")]
+    merges = [(left, right) for left, right in merges if left in vocabulary and right in vocabulary]
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    if kind == "prepended":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=kind)
+    begins, ends = "<|im_start|>", "<|im_end|>"
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False, **marks) for token in (begins, ends)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=ends, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = tokenizer_of("qwen2.5").chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["first", "always", "never", "prepended"])
+@pytest.mark.parametrize("marks", [{}, {"rstrip": True}, {"lstrip": True}])
+def test_a_frame_is_encoded_once_and_changes_no_token(kind: str, marks: dict[str, bool]) -> None:
+    """Whatever a tokenizer does to the first piece of a text, or to the spaces around its marks."""
+    tokenizer = _odd_tokenizer(kind, **marks)
+    encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id})
+    drawn = random.Random(5)
+    for _ in range(40):
+        content = "".join(drawn.choices("ab 12.\n|>: user answer", k=drawn.randint(1, 12)))
+        messages = [user(content)]
+        found = encoder._framed(messages)
+        assert found is None or found == encoder.tokens(encoder._behind_response(messages)), repr(content)
+    [frame] = encoder._frames.values()
+    assert frame is not None and (frame.head != []) == (not marks), "marks that take spaces are no cuts"
+
+
+def test_marks_that_share_characters_are_no_cuts() -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    assert _marks_of(tokenizer).search("x<|im_end|>") is not None
+    tokenizer.add_tokens([AddedToken("!<|im_e", normalized=False), AddedToken("start|>?", normalized=False)])
+    pattern = _marks_of(tokenizer)
+    assert pattern.search("x<|im_end|>") is None and pattern.search("<|im_start|>") is None
+    assert pattern.search("<|endoftext|>") is not None
 
 
 WITHOUT_TOOLS = frozenset(
