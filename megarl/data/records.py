@@ -288,11 +288,8 @@ class Fingerprint:
 
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
-    given = (
-        (known.prompt_key, known.answer_key)
-        if known is not None
-        else [source[key] for key in _RECORD_KEYS if source.get(key)]
-    )  # type: ignore[literal-required]
+    named = [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
+    given = named if known is None else (known.prompt_key, known.answer_key)
     fields = list[str]()
     for key in given:
         fields += (f"{name!r}: ..." for name in fields_of_key(key))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.models.engine import worker as engine_worker
+from megarl.models.engine import worker_state
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -107,7 +107,7 @@ def generate_twice(
 ) -> list[Any]:
     """The ids of the answers of each batch, all rows on every replica, or what was raised."""
     # a model that arrives with NaN is refused; one that has become so is what is tried here
-    with mock.patch.object(engine_worker, "require_finite"):
+    with mock.patch.object(worker_state, "require_finite"):
         worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     outcomes = [
         attempt(

@@ -1,0 +1,253 @@
+"""The passes of a worker over a batch: training, log-probabilities, likeliest tokens and values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.interfaces import check_loss
+from megarl.distributed.batch_checks import check_sequence_dimension
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import (
+    BatchError,
+    StateError,
+)
+from megarl.models.engine.batching import Batching, FixedRows, Planned
+from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
+from megarl.models.engine.nonfinite import SkipLimit
+from megarl.models.engine.offload_state import BaseAsReference, ReferenceWeights
+from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
+from megarl.models.engine.worker_state import WorkerState
+
+
+class PassingWorker(WorkerState):
+    """Methods by which a worker trains on a batch or scores it, with the policy's weights or the
+    reference's."""
+
+    reference: ReferenceWeights | BaseAsReference | None
+    _skips: SkipLimit
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Train on (or, with ``eval_mode``, only evaluate) this data-parallel rank's share of the batch.
+
+        Args:
+            data: rows of the NeMo-RL policy API, on the CPU.
+            loss_fn: a ``LossFunction``.
+            eval_mode: change nothing: no gradients, no optimizer step, no schedule step.
+            gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by
+                default.
+            mbs: rows of a micro-batch; ``train_micro_batch_size`` by default.
+
+        Returns:
+            ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in
+            evaluation), ``rank``, ``all_mb_metrics`` a list for each metric, ``skipped`` global batches
+            without a step (rows counted in this replica's share), ``positions`` of this replica's passes,
+            padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
+
+        Raises:
+            ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the
+                reverse.
+            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go
+                on.
+        """
+        check_loss(loss_fn, scores=self.scores)
+        self._require("train", optimizer=not eval_mode)
+        global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
+        micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
+        if "sample_mask" not in data:
+            raise BatchError("sample_mask must be present in the data that train() is given: [B] of 0 and 1")
+        check_sequence_dimension(data)
+        batching = self._plan_of(data) or FixedRows(
+            micro_batch, self._local_batch_size(data, global_batch, micro_batch)
+        )
+        skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
+        # before, not after: a call that ends in an error may have taken steps
+        self._weights_version += not eval_mode
+        result = train_on_batch(
+            self.backend,
+            move_to(data, self.runtime.device, wanted=under_mask(data) if skips else None),
+            loss_fn,
+            batching,
+            sampling=self.sampling,
+            limit=None if eval_mode else self._skips,
+            chunk_size=self.cfg["logprob_chunk_size"],
+        )
+        return {
+            "global_loss": result.losses,
+            "grad_norm": torch.tensor(result.grad_norms[-1]) if result.grad_norms else None,
+            "rank": dist.get_rank(),
+            "all_mb_metrics": result.micro_batch_metrics,
+            "skipped": [batch.as_record() for batch in result.skipped],
+            "positions": result.positions,
+            "gpu_info": None if eval_mode else self.get_gpu_info(),
+        }
+
+    def _local_batch_size(self, data: Mapping[str, Any], global_batch: int, micro_batch: int) -> int:
+        ranks = self.backend.groups.data_size
+        if global_batch % ranks:
+            raise BatchError(
+                f"global batch size = {global_batch}: not a multiple of the {ranks} data-parallel ranks; "
+                "choose a multiple"
+            )
+        local = global_batch // ranks
+        if local % micro_batch:
+            raise BatchError(
+                f"micro-batch size = {micro_batch}: does not divide the {local} samples of a global batch "
+                "on one data-parallel rank; "
+                "choose a divisor"
+            )
+        if batch_size(data) % local or batch_size(data) == 0:
+            raise BatchError(
+                f"{batch_size(data)} rows on this data-parallel rank: need a positive multiple of {local} "
+                "(one global batch)"
+            )
+        return local
+
+    def _plan_of(self, data: BatchedDataDict[Any]) -> Planned | None:
+        """The micro-batches that the driver planned by tokens; None where micro-batches have a fixed number
+        of rows.
+
+        Raises:
+            BatchError: the configuration asks for a plan and the batch has none.
+        """
+        packed = self.cfg["sequence_packing"]["enabled"]
+        if not packed and not self.cfg["dynamic_batching"]["enabled"]:
+            return None
+        indices, lengths, counts = data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb
+        if indices is None or lengths is None:
+            way = "sequence_packing" if packed else "dynamic_batching"
+            raise BatchError(
+                f"policy.{way} is enabled, but the batch carries no plan of its micro-batches; "
+                "shard it with megarl.models.policy.batch_plan.shard_batch, or disable it"
+            )
+        return Planned(indices, lengths, counts or [chunk[-1][1] for chunk in indices], packed)
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
+        """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
+
+        Args:
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B,
+                S], perhaps ``sample_mask`` [B].
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+            skip_masked: tokens under a mask of 0 are not scored; they are 0 too.
+        """
+        self._require("get_logprobs")
+        batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
+        chunk_size = self.cfg["logprob_chunk_size"]
+        found = logprobs_of_batch(
+            self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size
+        )
+        logprobs = found.cpu()
+        return BatchedDataDict(
+            {"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))}
+        )
+
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[Any],
+        k: int,
+        micro_batch_size: int | None = None,
+        *,
+        skip_masked: bool = False,
+        vocabulary_size: int | None = None,
+    ) -> BatchedDataDict[Any]:
+        """The ``k`` most likely tokens behind each token under the present weights, on the CPU.
+
+        Args:
+            data: as for ``get_logprobs``.
+            k: at most the vocabulary.
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+            skip_masked: nothing is computed for tokens under a mask of 0; where one would follow, there is 0.
+            vocabulary_size: tokens from this on count as none; None for all.
+
+        Returns:
+            As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
+                ``topk_indices`` [B, S, k] int64, and
+            ``logprobs`` [B, S] of the tokens that are there.
+        """
+        self._require("get_topk_logits")
+        batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
+        found = topk_of_batch(
+            self.backend,
+            batch,
+            batching,
+            count=k,
+            sampling=self.sampling,
+            vocabulary_size=vocabulary_size,
+            chunk_size=self.cfg["logprob_chunk_size"],
+        )
+        columns = {name: values.cpu() for name, values in found.items()}
+        if wanted is not None:
+            followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
+            places = {
+                "logprobs": wanted,
+                **dict.fromkeys(("topk_logits", "topk_indices"), followed[..., None]),
+            }
+            columns = {
+                name: values.where(places[name], torch.zeros_like(values)) for name, values in columns.items()
+            }
+        return BatchedDataDict(columns)
+
+    def get_values(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is
+        what it says at token i, from all tokens up to it; padding is 0.
+
+        Args:
+            data: ``input_ids`` [B, S] and ``input_lengths`` [B].
+            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+        """
+        self._require("get_values")
+        batch, batching, _ = self._scored_batch(data, micro_batch_size)
+        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching).cpu()})
+
+    def _scored_batch(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
+    ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
+        """Return what a pass that scores reads of ``data``, on the device; how it is cut; and the tokens that
+        are wanted, bool [B, S] on the host, None for all."""
+        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
+        check_sequence_dimension(data)
+        wanted = under_mask(data) if skip_masked else None
+        batch = move_to(
+            {key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted
+        )
+        return batch, self._plan_of(data) or FixedRows(rows), wanted
+
+    @contextlib.contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """Inside, the model has the reference policy's weights."""
+        if self.reference is None:
+            raise StateError(
+                "there is no reference policy: the worker was built with init_reference_model=False; build "
+                "it with True"
+            )
+        self._require("use_reference_model")
+        with self.reference.swapped_in(self.backend):
+            before, self._reference_is_in = self._reference_is_in, True
+            try:
+                yield
+            finally:
+                self._reference_is_in = before
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
+    ) -> BatchedDataDict[Any]:
+        """Compute as ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
+        with self.use_reference_model():
+            found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
+            return BatchedDataDict({"reference_logprobs": found["logprobs"]})

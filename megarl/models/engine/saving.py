@@ -1,0 +1,151 @@
+"""The files of a worker: checkpoints, and exports in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from converters.checkpoint.writer import write_hf
+from megarl.data.stop_tokens import generation_config_of
+from megarl.errors import (
+    CheckpointError,
+    NonFiniteError,
+    StateError,
+)
+from megarl.models.engine.adapters import ADAPTER_DIRECTORY, write_peft
+from megarl.models.engine.groups import on_first_rank
+from megarl.models.engine.nonfinite import on_all_ranks
+from megarl.models.engine.worker_state import WorkerState
+from megarl.weight_sync.manifest import drain
+
+
+class SavingWorker(WorkerState):
+    """Methods by which a worker writes and reads what it has."""
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """Write weights, and optimizer state with schedule and random-number states when ``optimizer_path``
+        is given.
+
+        Each path is a directory that appears whole or not at all. Only rank 0 writes the tokenizer.
+
+        Raises:
+            CheckpointError: a directory exists already, or cannot be written.
+            NonFiniteError: a weight is NaN or infinite.
+            StateError: inside ``use_reference_model()``, the parameters are in host memory, a load has
+                failed, or there is no tokenizer to write.
+        """
+        self._refuse_reference("save_checkpoint")
+        self._require("save_checkpoint", remedy="prepare_for_training")
+        if tokenizer_path and self.tokenizer is None:
+            raise StateError(
+                f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
+                "path out"
+            )
+        self._require_finite_weights(
+            f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
+        )
+        self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        with on_first_rank() as first:
+            if first and tokenizer_path:
+                try:
+                    self.tokenizer.save_pretrained(tokenizer_path)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"the tokenizer cannot be written to {tokenizer_path}: {error}"
+                    ) from error
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.
+
+        Where there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and
+        until a load succeeds, all that would use them is refused.
+
+        Raises:
+            CheckpointError: a directory is missing, on the host of any rank, or holds another model or
+                weights that are not finite.
+            StateError: inside ``use_reference_model()``, or the parameters are in host memory.
+        """
+        self._refuse_reference("load_checkpoint")
+        self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
+        weights, optimizer = Path(weights_path), Path(optimizer_path) if optimizer_path else None
+        self._require_loadable(weights, optimizer)
+        # before, not after: a load that ends in an error may have changed weights
+        self._weights_version += 1
+        self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
+        self.backend.load(weights, optimizer)
+        self._require_finite_weights(
+            f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError
+        )
+        self._unfinished_load = None  # every rank has come to that collective, so that no load has failed
+
+    def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        """Refuse a load on all ranks where one of them cannot begin it."""
+        failure: Exception | None = None
+        try:
+            self.backend.require_loadable(weights, optimizer)
+        except Exception as error:
+            failure = error
+        if not on_all_ranks(failure is None, self.runtime.device):
+            elsewhere = (
+                f"load_checkpoint({str(weights)!r}): another rank cannot begin, its own error says "
+                "why; nothing was changed. "
+            )
+            raise failure or CheckpointError(f"{elsewhere}Fix: a path that all hosts see")
+
+    def export_hf(self, path: str) -> None:
+        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that
+        appears whole or not at all.
+
+        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form. A
+        vision tower and a layer that predicts further tokens are written as the model's own directory has
+        them.
+
+        Raises:
+            ConversionError: on rank 0, ``path`` exists already.
+            CheckpointError: on the other ranks, when rank 0 could not write.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        self._require("export_hf")
+        self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
+        beside, untouched = self._writer_beside(), self.backend.untouched
+        stream = self.backend.export_hf()
+        with on_first_rank() as first:
+            try:
+                if first:
+                    weights = itertools.chain(
+                        ((name, tensor.cpu()) for name, tensor in stream), untouched.tensors()
+                    )
+                    # a model that scores generates nothing
+                    generates = self.tokenizer is not None and not self.scores
+                    settings = (
+                        generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
+                    )
+                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
+            finally:
+                drain(stream)
+
+    def _writer_beside(self) -> Callable[[Path], None]:
+        """Return what writes into the directory of an export after weights, config and tokenizer: adapters,
+        which it gathers on the first rank, and files that belong to a part of the model which is not
+        trained."""
+        found = self.backend.export_adapters()
+        config, factors = ({}, ()) if found is None else found
+        gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
+
+        def write(directory: Path) -> None:
+            self.backend.untouched.copy_files(directory)
+            if found is not None:
+                write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
+
+        return write
+
+    @property
+    def hf_config(self) -> Any:
+        """The Hugging Face config that goes into an export."""
+        return self.backend.hf_config

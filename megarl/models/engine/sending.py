@@ -1,0 +1,266 @@
+"""The sending half of a refit: the present weights, to engines on the same devices or elsewhere; see
+``megarl.models.engine.receiving`` for the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import (
+    RefitError,
+    StateError,
+)
+from megarl.models.engine.groups import on_first_rank
+from megarl.models.engine.worker_state import WorkerState
+from megarl.weight_sync.broadcast import WeightBroadcaster
+from megarl.weight_sync.ipc import host_identity
+from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
+from megarl.weight_sync.rendezvous import Rendezvous
+from megarl.weight_sync.session import SlicesHere, WeightSender
+from megarl.weight_sync.slices import WantedSlices, names_digest
+from megarl.weight_sync.transfer_group import TransferGroup
+
+
+class SendingWorker(WorkerState):
+    """Methods by which a worker gives its weights to engines, see ``megarl.weight_sync``."""
+
+    _with_checksum: bool
+    _new_sender: Callable[..., WeightSender]
+    _sender: WeightSender
+    # of weights that go by themselves; another one where engines take slices
+    _handing: WeightSender
+    # engines have the base, and get the factors of adapters alone
+    _sends_adapter: bool
+    _broadcaster: WeightBroadcaster | None
+    _broadcasts: bool
+    _stages: Stages | None
+
+    # to an engine that generates on the same devices
+
+    def _factors(self) -> WeightIterator:
+        """Return the factors of all adapters, by PEFT's names: what engines get that compute with adapters. A
+        collective."""
+        found = self.backend.export_adapters()
+        assert found is not None, "policy.peft is enabled"
+        return found[1]
+
+    def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
+        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on
+        all but the first."""
+        if not self._sender.knows_manifest:
+            self._refuse_reference("prepare_refit_info")
+            self._require("prepare_refit_info")
+        manifest = self._sender.manifest
+        return {} if first_rank_only and dist.get_rank() else manifest.description()
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Older name of ``prepare_refit_info``."""
+        return self.prepare_refit_info()
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the
+        bytes that a group may have."""
+        budget = self.begin_refit()
+        return self._sender.manifest.padded_sizes, float(budget)
+
+    def begin_refit(self) -> int:
+        """Begin a refit for a caller that knows the weights' names already: at a refit no name travels."""
+        return self._begin_with(self._sender)
+
+    def _begin_with(self, sender: WeightSender) -> int:
+        self._refuse_reference("prepare_weights_for_ipc")
+        self._require("prepare_weights_for_ipc")
+        return sender.begin(self._weights_version)
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer
+        return ``{device: payload}``."""
+        self._refuse_reference("get_weights_ipc_handles")
+        self._require("get_weights_ipc_handles")
+        return self._sender.send(list(keys))
+
+    def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
+        """Return the handles of a group by the index of its first weight in the order of sending, and how
+        many it has."""
+        self._refuse_reference("get_weights_ipc_handles")
+        self._require("get_weights_ipc_handles")
+        return self._sender.send_part(first, count)
+
+    def mailbox(self) -> dict[str, Any]:
+        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a
+        rank that publishes none."""
+        self.prepare_refit_info()
+        return self._handing.mailbox()
+
+    def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
+        """From now on hand to each rank of an engine what it reads of the weights. Collective.
+
+        Args:
+            wanted: what the ranks of the engines read; None where they take whole weights.
+            first_rank_only: the other ranks give a digest.
+
+        Returns:
+            The names of the weights that go as slices, the same on all ranks, or ``names_digest`` of them;
+            mailboxes are others where there are any.
+        """
+        names = self._sent_as_slices(wanted)
+        return names_digest(names) if first_rank_only and dist.get_rank() else names
+
+    def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
+        self.prepare_refit_info()
+        if self._handing is not self._sender:
+            self._handing.close()
+            self._handing = self._sender
+        if wanted is None or self._sends_adapter:
+            return []
+        beside = self._engine_rank_beside(wanted)
+        slices = self.backend.agree_on_slices(wanted.ranks, beside)
+        if not slices:
+            return []
+        manifest = self._sender.manifest.sliced(slices)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (host_identity(), beside))
+        here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
+        self._sender.close()
+        self._handing = self._new_sender(self.backend.export_slices, slices=here)
+        return list(manifest.slices)
+
+    def _engine_rank_beside(self, wanted: WantedSlices) -> int:
+        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a
+        host can, the one that would be on the same GPU: engines lie one after another over the policy's
+        ranks."""
+        if self.runtime.is_cuda:
+            return wanted.devices.get(self.runtime.identity(), -1)
+        return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
+
+    def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
+        """Give the present weights to the ranks of engines beside this worker, each group when the one before
+        the last was read.
+
+        Args:
+            session: number of the engines, from ``RolloutEngine.meet``.
+            ticket: number of this refit, the same for policy and engines and no other refit's.
+            most: bytes of a group, where it is to be less than the transfer buffers hold.
+
+        Raises:
+            StateError: the weights are not those of the policy, or in host memory.
+            RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank
+                does not read.
+        """
+        try:
+            room = self._begin_together()
+        except BaseException as error:
+            self._handing.refuse(session, ticket, error)
+            self._handing.give_up()
+            raise
+        if self._handing is not self._sender:
+            # the slices of ranks may differ by an index, and so the room
+            # for the largest; only whole weights lie alike on all ranks
+            room = max(room, self._handing.manifest.largest[1])
+        self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
+
+    def _begin_together(self) -> int:
+        """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on
+        every one of them."""
+        failure: Exception | None = None
+        room = -1
+        try:
+            room = self._begin_with(self._handing)
+        except Exception as error:
+            failure = error
+        # one group is laid out alike on all ranks, whose devices
+        # may have more or less room; none begins where one cannot
+        least = torch.tensor([room], device=self.runtime.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        if int(least) < 0:
+            raise failure or RefitError(
+                "another rank of the policy could not begin the refit: see its own error, and refit anew"
+            )
+        return int(least)
+
+    # to an engine elsewhere
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of
+        the stage alone is in it.
+
+        Args:
+            ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as
+                elsewhere; on Debian a host's own name is 127.0.1.1 to itself.
+            world_size: ranks of the engines, and one.
+
+        Raises:
+            RefitError: an engine rank is missing or expects something else.
+        """
+        self._refuse_reference("init_collective")
+        self._require("init_collective")
+        manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
+        self._leave_collective()
+        # first of all the port: who looked for rank 0 at one that
+        # is another's could come into another run's rendezvous
+        with on_first_rank(RefitError) as first:
+            rendezvous = Rendezvous(ip, port, keeps=True) if first else None
+        with on_first_rank(RefitError):
+            # factors of all stages go out from the first one
+            if groups.is_first_in_stage and (groups.is_first_stage or not self._sends_adapter):
+                group = TransferGroup(
+                    ip,
+                    port,
+                    world_size,
+                    0,
+                    digest=manifest.digest,
+                    device=self.runtime.device,
+                    buffer_bytes=self._sender.slot_bytes(),
+                    stage=groups.pipeline_rank,
+                    stages=stages,
+                    rendezvous=rendezvous,
+                )
+                self._broadcaster = WeightBroadcaster(group, manifest, with_checksum=self._with_checksum)
+        self._broadcasts = True
+
+    def _who_sends(self) -> Stages:
+        """Worked out once, from the names that the stages export; local."""
+        if self._stages is None:
+            manifest, names = (
+                self._sender.manifest,
+                () if self._sends_adapter else self.backend.names_by_stage(),
+            )
+            self._stages = Stages.of(manifest, names) if names else ONE_STAGE
+        return self._stages
+
+    def _leave_collective(self) -> None:
+        broadcaster, self._broadcaster, self._broadcasts = self._broadcaster, None, False
+        if broadcaster is not None:
+            broadcaster.close()
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Send the present weights over the groups of ``init_collective``, each stage its own, until every
+        engine rank has them all.
+
+        Raises:
+            StateError: there is no group, or the weights are not those of the policy or in host memory; the
+                engines hear of that.
+            RefitError: an engine or a stage is gone; the groups are of no more use.
+        """
+        if not self._broadcasts:
+            raise StateError(
+                "broadcast_weights_for_collective(): no engine is connected; call init_collective() first"
+            )
+        with on_first_rank(RefitError):
+            stream = self._weights_of_stage()
+            if self._broadcaster is not None:
+                self._broadcaster.send(stream, self._weights_version)
+            drain(stream)
+
+    def _weights_of_stage(self) -> WeightIterator:
+        """Return the weights of this stage; an error that keeps them back comes with the stream, so that
+        waiting engines hear of it too."""
+        try:
+            self._refuse_reference("broadcast_weights_for_collective")
+            self._require("broadcast_weights_for_collective")
+            return self._factors() if self._sends_adapter else self.backend.export_stage()
+        except Exception as error:
+            return failing(error)

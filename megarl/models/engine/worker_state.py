@@ -1,0 +1,144 @@
+"""What the parts of a worker share: where parameters, gradients and optimizer state are, and what is refused
+while they are elsewhere or not the policy's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+from megarl.config.backend import generation_of
+from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PolicyConfig
+from megarl.distributed.device import DeviceRuntime
+from megarl.errors import MegarlError, StateError
+from megarl.models.engine.backend import Backend
+from megarl.models.engine.nonfinite import require_finite
+from megarl.models.engine.offload_state import OffloadState, OffloadStates
+from megarl.models.generation.interfaces import Sampling
+from megarl.models.generation.sampling import SamplingSettings
+
+logger = logging.getLogger(__name__)
+# Methods that a model which scores has no answer to; engines that weights are sent to generate.
+_OF_LANGUAGE_MODELS = frozenset(
+    {
+        "get_logprobs",
+        "get_topk_logits",
+        "generate",
+        "prepare_refit_info",
+        "prepare_weights_for_ipc",
+        "init_collective",
+    }
+)
+
+
+class WorkerState:
+    """The state of a worker, and the methods that move it.
+
+    Attributes:
+        cfg: the checked policy configuration, filled in.
+        tokenizer: of the model; None where nobody needs texts.
+        backend: the divided model.
+        runtime: the device.
+        offload_states: where parameters, gradients and optimizer state are.
+        scores: the model scores responses and has no output layer over tokens.
+    """
+
+    cfg: PolicyConfig
+    tokenizer: Any
+    backend: Backend
+    runtime: DeviceRuntime
+    offload_states: OffloadStates
+    scores: bool
+    # the weights on the device are those of the reference policy
+    _reference_is_in: bool
+    # counts changes that no step of training made
+    _weights_version: int
+    # a checkpoint that was read in part
+    _unfinished_load: str | None
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """Return how tokens are drawn: the same in training, log-probabilities and generation."""
+        return SamplingSettings.of(self.cfg["generation"])
+
+    def _generation(self, sampling: Sampling | None) -> GenerationConfig:
+        """Return the generation section, with tokens drawn as ``sampling`` says."""
+        return cast(GenerationConfig, {**generation_of(self.cfg), **(sampling or {})})
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Everything on the device, training behaviour."""
+        moved = self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
+        self.backend.set_training(True)
+        if moved:
+            self.runtime.empty_cache()
+
+    def prepare_for_lp_inference(self) -> None:
+        """Parameters on the device, evaluation behaviour; with ``policy.offload_optimizer_for_logprob``
+        gradients and optimizer state leave."""
+        stays = not self.cfg["offload_optimizer_for_logprob"]
+        self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference", stays=stays)
+        self.backend.set_training(False)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Parameters on the device, evaluation behaviour."""
+        self.prepare_for_lp_inference()
+
+    def offload_before_refit(self) -> None:
+        """Gradients and optimizer state to host memory."""
+        self.offload_states.enter(OffloadState.INFERENCE, "offload_before_refit")
+        self.runtime.empty_cache()
+
+    def offload_after_refit(self) -> None:
+        """Parameters to host memory as well."""
+        self.offload_states.enter(OffloadState.OFFLOADED, "offload_after_refit")
+        self.backend.set_training(False)
+        self.runtime.empty_cache()
+        figures = self.runtime.memory()
+        logger.info(
+            "after refit: %.0f MiB allocated, %.0f MiB reserved", figures.allocated_mb, figures.reserved_mb
+        )
+
+    def _require(
+        self, method: str, *, optimizer: bool = False, remedy: str = "prepare_for_lp_inference"
+    ) -> None:
+        if self.scores and method in _OF_LANGUAGE_MODELS:
+            raise StateError(
+                f"{method}(): policy.reward_model_cfg.enabled = True, and a model that scores has no output "
+                "layer over tokens. "
+                "Fix: set it to false, or call get_values()"
+            )
+        if not self.scores and method == "get_values":
+            raise StateError(
+                "get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled for a "
+                "model that scores"
+            )
+        self._refuse_unfinished_load(method)
+        if optimizer:
+            self._refuse_reference(method)
+            self.offload_states.require("optimizer", method, "prepare_for_training")
+        self.offload_states.require("parameters", method, remedy)
+
+    def _refuse_reference(self, method: str) -> None:
+        """Refuse what would mix the reference policy's weights with the policy's own."""
+        if self._reference_is_in:
+            raise StateError(
+                f"{method}() inside use_reference_model() would take the reference policy for the policy; "
+                "leave the context first"
+            )
+
+    def _refuse_unfinished_load(self, method: str) -> None:
+        """Refuse what would take a mixture of two checkpoints for the policy."""
+        if self._unfinished_load is not None:
+            raise StateError(
+                f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights "
+                "may be its in part and those from "
+                "before in part. Fix: load_checkpoint() of one that is whole, or make the policy anew"
+            )
+
+    def _require_finite_weights(self, consequence: str, kind: type[MegarlError]) -> None:
+        self.backend.sync_parameters()
+        require_finite(self.backend.parameters(), self.runtime.device, consequence, kind)
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """Rank, device, memory figures (MiB), and one parameter as a sample."""
+        return self.runtime.facts(self.backend.parameters())
