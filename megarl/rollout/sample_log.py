@@ -145,10 +145,6 @@ class SampleLog:
         turns: list[dict[str, Any]] = []
         for segment, (columns, number) in enumerate(rows):
             turns += self._turns(columns, number, segment + 1)
-        rewards = iter(samples["turn_rewards"][row])
-        for turn in turns:
-            if turn["role"] == "assistant":
-                turn["reward"] = next(rewards, None)
         answer = "".join(turn["text"] for turn in turns)
         shown = [{**turn, "text": shorten(turn["text"], limit)} for turn in turns]
         return {"answer": shorten(answer, limit), "turns": shown, "ended": samples["ended"][row]}
@@ -162,11 +158,17 @@ class SampleLog:
         turns: list[dict[str, Any]] = (
             [{"role": "environment", "text": text, "segment": segment}] if opening else []
         )
-        turns += [
-            {"role": "assistant" if sampled[first] else "environment", "text": self._decoded(ids[first:last])}
-            for first, last in pairwise(borders)
-            if first < last
-        ]
+        # where an observation has no tokens, two responses are one piece here, with both rewards
+        rewards = samples["token_rewards"][row, start:end]
+        for first, last in pairwise(borders):
+            if first == last:
+                continue
+            text = self._decoded(ids[first:last])
+            if not sampled[first]:
+                turns.append({"role": "environment", "text": text})
+                continue
+            [reward] = _numbers(rewards[first:last].sum(dim=0, keepdim=True))
+            turns.append({"role": "assistant", "text": text, "reward": reward})
         return turns
 
     def _rows(

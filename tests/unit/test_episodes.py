@@ -8,20 +8,26 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.config.sections import SamplesConfig
+from megarl.data.chat_template import PASSTHROUGH_TEMPLATE
 from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, RewardError
+from megarl.key import defaults_of
+from megarl.observe.sample_files import SampleFiles, read_samples
 from megarl.rollout import collector as collectors
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
 from megarl.rollout.environments import NamedEnvironments
 from megarl.rollout.message_env import EnvironmentLostError, MessageEnv, MessageEnvironment, Step
+from megarl.rollout.sample_log import SampleLog
 from megarl.rollout.samples import sampling_seeds, seed_of_turn
 from megarl.rollout.turn_threads import Call, TurnThreads
 from tests.templates import tokenizer_of
@@ -151,6 +157,33 @@ def _heard(rollouts: Rollouts, tokenizer: Any) -> list[str]:
         tokenizer.decode(samples["input_ids"][row][counts[row]].tolist(), skip_special_tokens=True)
         for row in range(samples.size)
     ]
+
+
+class Silent(MessageEnv):
+    """Says nothing to the first response."""
+
+    answered = 0
+
+    def step(self, message: Any) -> Step:
+        self.answered += 1
+        return Step(
+            ["", "on", ""][self.answered - 1], reward=2.0**self.answered / 10, done=self.answered == 3
+        )
+
+
+def test_a_logged_turn_has_its_own_reward_where_nothing_was_observed(tmp_path: Path) -> None:
+    """Two responses without a token between them are one piece of the sample log, with both rewards."""
+    tokenizer = tokenizer_of("qwen2.5")
+    tokenizer.chat_template = PASSTHROUGH_TEMPLATE
+    collector, *_ = collector_of(MessageEnvironment(Silent, SECTION), odd_words, tokenizer=tokenizer)
+    rollouts = collector.collect(records_of(tokenizer, [3]), 1, [5], weight_version=1)
+    section: Any = defaults_of(SamplesConfig)
+    with SampleFiles(tmp_path) as files:
+        SampleLog(files, section, tokenizer).train(1, rollouts, torch.zeros(1))
+    [row] = read_samples(tmp_path / "train_step_1.jsonl")
+    said = [(turn["role"], turn.get("reward")) for turn in row["turns"]]
+    assert said == [("assistant", pytest.approx(0.6)), ("environment", None), ("assistant", 0.8)]
+    assert row["turns"][1]["text"] == "on" and row["turns"][0]["text"].count("<|im_end|>") == 2
 
 
 def test_one_turn_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
