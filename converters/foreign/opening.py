@@ -27,8 +27,9 @@ from converters.foreign.settings import (
     settings_from_arguments,
     settings_from_provider,
     with_rope_factor,
+    with_settings_of_whole_layers,
 )
-from converters.foreign.view import CanonicalTensors, refuse_adapters, without_prefix
+from converters.foreign.view import CanonicalTensors, refuse_adapters, with_whole_layers, without_prefix
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
@@ -112,14 +113,12 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
     said = options.rope_scaling_factor
     run_config = find_run_config(checkpoint.directory)
     if run_config is not None:
-        return with_rope_factor(
-            settings_from_provider(read_section(run_config, "model"), str(run_config)), said, is_heeded=True
-        )
+        settings = settings_from_provider(read_section(run_config, "model"), str(run_config))
+        return with_rope_factor(with_settings_of_whole_layers(settings), said, is_heeded=True)
     arguments = arguments_of(read_common_state(checkpoint))
     if arguments is not None:
-        return with_rope_factor(
-            settings_from_arguments(arguments, f"args of {checkpoint.directory}"), said, is_heeded=False
-        )
+        settings = settings_from_arguments(arguments, f"args of {checkpoint.directory}")
+        return with_rope_factor(with_settings_of_whole_layers(settings), said, is_heeded=False)
     if said is not None:
         raise ConversionError(
             f"{checkpoint.directory} has no settings of a trainer", "leave --rope-scaling-factor out"
@@ -139,7 +138,9 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
             weights.
     """
     refuse_adapters(checkpoint)
-    return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
+    return with_whole_layers(
+        without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
+    )
 
 
 def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTensors:

@@ -128,6 +128,55 @@ def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSett
     return _filled(values, origin)
 
 
+_MIXERS, _MLPS = "*+G", "-E"
+_SYMBOLS = {
+    "*": "attention",
+    "+": "latent attention",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "M": "Mamba",
+}
+_SYMBOLS |= {"-": "MLP", "E": "experts", "/": "layers that predict further tokens"}
+"""Symbols in the pattern of a HybridModel's layers."""
+
+
+def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
+    """Return settings of a HybridModel as those of the GPTModel with the same layers; others as they are.
+
+    Raises:
+        ConversionError: its pattern does not make up layers (``view.with_whole_layers``).
+    """
+    values = settings.values
+    name = next(
+        (name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if values.get(name)), None
+    )
+    if name is None:
+        return settings
+    # bars stand between pipeline stages
+    symbols = str(values[name]).replace("|", "")
+    for at, symbol in enumerate(symbols):
+        wanted = (_MIXERS, _MLPS)[at % 2]
+        if symbol not in wanted or (at % 2 == 0 and at == len(symbols) - 1):
+            expected = " or ".join(f"{one} ({_SYMBOLS[one]})" for one in wanted)
+            fault = f"{expected} is wanted" if symbol not in wanted else "no MLP stands behind it"
+            found = f"layer {at} is {symbol} ({_SYMBOLS.get(symbol, 'unknown')}), where {fault}"
+            raise ConversionError(
+                f"{settings.origin}: {name} = {values[name]!r}: {found}",
+                "convert a model whose every layer is attention and an MLP or experts behind it",
+            )
+    own: dict[str, Any] = {
+        "num_layers": len(symbols) // 2,
+        "moe_layer_freq": [int(symbol == "E") for symbol in symbols[1::2]],
+        "is_hybrid_model": False,
+        # the class has no arguments for it
+        "rope_scaling": False,
+        **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern", "spec")),
+    }
+    if "G" in symbols:
+        own["linear_attention_freq"] = [int(symbol == "G") for symbol in symbols[::2]]
+    return replace(settings, values={**values, **own})
+
+
 # larger numbers are damage, and would be counted through
 _SIZES = {"num_layers": 10_000, "hidden_size": 10**7, "num_attention_heads": 10**5}
 RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {

@@ -235,6 +235,47 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
     return RenamedTensors(tensors, names)
 
 
+_BLOCK = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.((\w+)\..+)")
+_LAST_NORM, _LAST_NORM_OF_GPT = "decoder.final_norm.", "decoder.final_layernorm."
+_PREDICTION = "mtp."
+# Of modules of a HybridModel's layer: whether it is the first or the second half of a layer of GPTModel.
+_HALF = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp": 1}
+
+
+def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
+    """Return the tensors of a HybridModel (once MambaModel) under the keys of GPTModel; others as they are.
+
+    A HybridModel's layers are one block each, and a layer of any other model is two: a mixer of tokens and an
+    MLP or experts behind it.
+
+    Raises:
+        ConversionError: the blocks do not make up layers, or some predict further tokens.
+    """
+    if not any(key.startswith(_LAST_NORM) for key in tensors):
+        return tensors
+    if any(key.startswith(_PREDICTION) for key in tensors):
+        raise ConversionError(
+            f"{tensors.directory}: layers of a HybridModel that predict further tokens ({_PREDICTION}*) are "
+            "not converted",
+            "save the checkpoint without them",
+        )
+    names: dict[str, str] = {}
+    for key in tensors:
+        match = _BLOCK.fullmatch(key)
+        if match is None:
+            names[key.replace(_LAST_NORM, _LAST_NORM_OF_GPT, 1) if key.startswith(_LAST_NORM) else key] = key
+            continue
+        block, name, module = int(match.group(1)), match.group(2), match.group(3)
+        if _HALF.get(module) != block % 2:
+            what = "a mixer of tokens" if block % 2 == 0 else "an MLP or experts"
+            raise ConversionError(
+                f"{tensors.directory}: {key} is stored where layer {block} of a HybridModel has to be {what}",
+                "convert a model whose every layer is attention and an MLP or experts behind it",
+            )
+        names[f"decoder.layers.{block // 2}.{name}"] = key
+    return RenamedTensors(tensors, names)
+
+
 def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
     """Return what a key of a model is made of; None where nothing of it is stored."""
     names = [key, *_other_norms(key)]
