@@ -48,6 +48,7 @@ PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
+MODEL_CLASSES = ("gpt", "hybrid")
 # Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times
 # up to the learning rate by epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to
 # 1e-7; a larger factor shows in the next gradient.
@@ -140,6 +141,7 @@ class Case:
         lora: rank of adapters that are trained instead of the weights; 0 for none.
         paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
         chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
+        model_class: ``hybrid`` for Megatron-Core's HybridModel, of whose layers two are one layer.
     """
 
     backend: str = "megatron"
@@ -214,6 +216,7 @@ class Case:
     lora: int = 0
     paths: str = "fast"
     chunk: int = 0
+    model_class: str = "gpt"
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -368,6 +371,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "decay": DECAYS,
     "paths": PATHS,
+    "model_class": MODEL_CLASSES,
 }
 SPARSE_FIELDS = (
     "experts",
@@ -395,6 +399,7 @@ _MEGATRON_ONLY = (
     "distopt",
     "overlap",
     "bucket",
+    "model_class",
 )
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora")
 # What a backend, a family, a way of batching or an optimizer has no use for.

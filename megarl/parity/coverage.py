@@ -152,6 +152,7 @@ def _table(case: Case) -> dict[str, bool]:
         "activation recompute": case.recompute,
         **{f"paths: {name}": case.paths == name for name in PATHS},
         "output layer in chunks": case.chunk > 0,
+        "HybridModel": case.model_class == "hybrid",
         "reference policy": case.reference,
         "evaluation": case.evaluate,
         "two global batches a call": case.together,

@@ -16,6 +16,7 @@ from megarl.parity.case import (
     DISPATCHERS,
     EXCHANGES,
     HEAD_NORMS,
+    MODEL_CLASSES,
     OF_MEGATRON,
     PAIRED,
     PATHS,
@@ -31,7 +32,7 @@ from megarl.parity.case import (
 )
 from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
-from megarl.parity.possible import LEAST_HIDDEN, refusal
+from megarl.parity.possible import LEAST_HIDDEN, absent_model_class, refusal
 
 PRIMES = (
     11,
@@ -158,6 +159,7 @@ class Drawer:
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
         fields |= _segments(random.Random(f"{fields['seed']}/segments"), fields) | fixed
+        fields |= _model_class(random.Random(f"{fields['seed']}/class"), backend) | fixed
         unused = fields_without_use(fields["loss"].split("+")[0])
         return Case(**{name: value for name, value in fields.items() if name in fixed or name not in unused})
 
@@ -365,6 +367,12 @@ def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
         fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
     )
     return {"segments": generator.randint(2, 4) if possible and generator.random() < SEGMENTED_SHARE else 1}
+
+
+def _model_class(generator: random.Random, backend: str) -> dict[str, Any]:
+    """Either class of Megatron-Core's where it has both, by a generator of its own, like adapters."""
+    possible = backend == "megatron" and absent_model_class() is None
+    return {"model_class": generator.choice(MODEL_CLASSES) if possible else MODEL_CLASSES[0]}
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

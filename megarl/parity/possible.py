@@ -10,10 +10,12 @@ from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config import validate_policy_config
+from megarl.config.backend import absent_hybrid_model
 from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig
 from megarl.config.policy import PolicyConfig
 from megarl.config.rules.losses import faults_of_loss, faults_of_preference_loss
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.env import installed_version
 from megarl.errors import BatchError, ConfigError, PackingError, Violation
 from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
@@ -54,6 +56,11 @@ def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
     return None
 
 
+def absent_model_class() -> Violation | None:
+    """Return why no case can have a HybridModel here; None if one can."""
+    return absent_hybrid_model("case.model_class", installed_version("megatron-core") or "0")
+
+
 def _own_violations(case: Case) -> list[Violation]:
     found = [
         Violation(f"case.{name}", getattr(case, name), f"it means nothing with {owner}", "leave it out")
@@ -76,6 +83,9 @@ def _own_violations(case: Case) -> list[Violation]:
             "beside its weights"
         )
         found.append(Violation("case.lora", case.lora, bound, "write 0, or leave the layout out"))
+    absent = absent_model_class() if case.model_class == "hybrid" else None
+    if absent is not None:
+        found.append(absent)
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot

@@ -196,6 +196,8 @@ def _megatron(case: Case) -> Config:
         "context_parallel_size": case.cp,
         **_exchange(case),
         "pipeline_model_parallel_layout": case.layout or None,
+        # null is GPTModel where Megatron-Core has one
+        "model_class": "hybrid" if case.model_class == "hybrid" else None,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "activation_checkpointing": case.recompute,

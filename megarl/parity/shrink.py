@@ -18,6 +18,7 @@ _KEPT = ("backend", "seed")
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
     *(
+        "model_class",
         "paths",
         "chunk",
         "offload",

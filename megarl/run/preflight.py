@@ -25,6 +25,7 @@ from rich.console import Console
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.checkpoint.storage import tree_bytes
+from megarl.config.backend import absent_hybrid_model
 from megarl.config.data_sources import sources_of
 from megarl.config.engines import KEY as GENERATION_BACKEND
 from megarl.config.environments import environment_class, environments_of, rewards_of
@@ -142,6 +143,12 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
             if at(config, key) == value and env.installed_version(package) is None:
                 fix = f"{installation}; or write {key}={otherwise}"
                 yield Violation(key, value, f"the package {package} is not installed", fix)
+        key, version = f"{path}.megatron_cfg.model_class", env.installed_version("megatron-core")
+        absent = (
+            absent_hybrid_model(key, version) if at(config, key) == "hybrid" and version is not None else None
+        )
+        if absent is not None:
+            yield absent
 
 
 def missing_sinks(config: RunConfig) -> Iterator[Violation]:

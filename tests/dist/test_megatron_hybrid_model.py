@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import megatron.core
 import pytest
 import torch
 
+from megarl import env
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
@@ -105,6 +107,32 @@ def test_a_class_that_is_not_there_is_refused(pool: WorkerPool, tiny_models: dic
     assert said.startswith("ConfigError") and "policy.megatron_cfg.model_class = " in said, said
     assert f"Megatron-Core {megatron.core.__version__} has no {lacks}. Fix: {fix}" in said
     assert pool.run(1, built, configs[None]) == [[("GPTModel", [1, 2, 3])]]
+
+
+def link_all_but(source: Path, target: Path, left_out: str) -> None:
+    """Make a directory of links to what is in another one, but for names that begin so."""
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if not entry.name.startswith((left_out, "__pycache__")):
+            (target / entry.name).symlink_to(entry)
+
+
+@on_hybrid
+@slow
+@newest_megatron
+def test_a_release_without_gptmodel_trains_hybridmodel_by_itself(tmp_path: Path) -> None:
+    """All of Megatron-Core is there but the module of GPTModel, from the start of every process."""
+    (core,) = megatron.core.__path__
+    for package, left_out in (("", "models"), ("models", "gpt"), ("models/gpt", "gpt_model.py")):
+        link_all_but(Path(core) / package, tmp_path / "megatron" / "core" / package, left_out)
+    # which imports GPTModel
+    (tmp_path / "megatron" / "core" / "models" / "gpt" / "__init__.py").unlink()
+    repository = Path(__file__).parents[2]
+    variables = {**env.snapshot(), "PYTHONPATH": f"{tmp_path}:{repository}"}
+    line = "family=qwen3_5_text head=12 layers=2 tp=2 kv=2 ffn=6 batching=packed room=9 mbs=2 length=6"
+    command = [sys.executable, "-m", "megarl", "parity", "--case", line]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "agrees: " in done.stdout, done.stdout + done.stderr
 
 
 @on_hybrid

@@ -8,9 +8,11 @@ runs a printed line alone.
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 
 import pytest
 
+from megarl import env
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.draw import Drawer
 from megarl.parity.faults import FAULTS
@@ -20,6 +22,7 @@ from megarl.parity.pool import WorkerPool
 from megarl.parity.prove import cases_of
 from megarl.parity.runner import CaseRunner
 from megarl.parity.shrink import shrink
+from tests.parts import MODEL_CLASS
 from tests.tiers import newest_megatron, sampled, slow
 
 FRESH = 3
@@ -142,6 +145,8 @@ def runner(pool: WorkerPool, shelf: ModelShelf) -> CaseRunner:
 
 
 def check(runner: CaseRunner, case: Case) -> None:
+    if case.backend == "megatron" and env.text(MODEL_CLASS):
+        case = replace(case, model_class=env.text(MODEL_CLASS) or "")
     outcome = runner.run(case)
     assert outcome.passes, f'megarl parity --case "{case}"\n' + "\n".join(
         [*outcome.summary(8), outcome.error]

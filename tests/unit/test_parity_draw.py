@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.errors import ConfigError
+from megarl.parity import possible
 from megarl.parity.case import BACKENDS, CHOICES, SPARSE, Case, idle_fields
 from megarl.parity.coverage import FEATURES, Coverage, features
 from megarl.parity.draw import Drawer
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
-from megarl.parity.possible import refusal
+from megarl.parity.possible import absent_model_class, refusal
 from megarl.parity.reference import load_model
 from tests.tiers import slow
 
@@ -48,9 +50,31 @@ def test_cases_survive_their_lines(drawn: list[Case]) -> None:
 
 def test_every_feature_and_choice_is_drawn(drawn: list[Case]) -> None:
     seen = Counter(feature for case in drawn for feature in features(case))
-    assert set(FEATURES) - set(seen) == set()
+    assert set(FEATURES) - set(seen) == ({"HybridModel"} if absent_model_class() else set())
     for key, choices in CHOICES.items():
-        assert {getattr(case, key) for case in drawn} == set(choices), key
+        missing = {"hybrid"} if key == "model_class" and absent_model_class() else set()
+        assert {getattr(case, key) for case in drawn} == set(choices) - missing, key
+
+
+@pytest.mark.parametrize(("version", "has_it"), [("0.16.1", False), ("0.19.2", True), ("0.20.0rc1", True)])
+def test_hybrid_models_are_drawn_where_megatron_core_has_one(
+    version: str, has_it: bool, shelf: ModelShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else about the cases is another."""
+    before = [Drawer(shelf, ["megatron"], 4).draw(7, number) for number in range(12)]
+    monkeypatch.setattr(possible, "installed_version", lambda _: version)
+    drawn = [Drawer(shelf, ["megatron"], 4).draw(7, number) for number in range(12)]
+    assert [replace(case, model_class="gpt") for case in drawn] == [
+        replace(case, model_class="gpt") for case in before
+    ]
+    assert {case.model_class for case in drawn} == ({"gpt", "hybrid"} if has_it else {"gpt"})
+    refused = refusal(Case(model_class="hybrid"), shelf)
+    assert (refused is None) is has_it
+    said = (
+        f"case.model_class = 'hybrid': Megatron-Core {version} has no HybridModel. Fix: write gpt or "
+        "null, or install"
+    )
+    assert refused is None or f"{said} megatron-core 0.19.2 or newer, for Python 3.12" in str(refused)
 
 
 def test_mixtures_and_16_bit_have_their_shares(drawn: list[Case]) -> None:

@@ -131,6 +131,20 @@ def test_packages_devices_directories_and_models_are_named_together(
     assert "run_dir" not in [finding.key for finding in findings(config, trains=False)]
 
 
+@pytest.mark.parametrize(("version", "is_there"), [("0.16.1", False), ("0.19.1", False), ("0.19.2", True)])
+def test_a_model_class_that_megatron_core_lacks_is_named(
+    version: str, is_there: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.env, "installed_version", lambda _: version)
+    key = "policy.megatron_cfg.model_class"
+    said = [str(finding) for finding in findings(put(config, key, "hybrid")) if finding.key == key]
+    fix = "write gpt or null, or install megatron-core 0.19.2 or newer, for Python 3.12"
+    assert said == (
+        [] if is_there else [f"{key} = 'hybrid': Megatron-Core {version} has no HybridModel. Fix: {fix}"]
+    )
+    assert not [finding for finding in findings(config) if finding.key == key]
+
+
 def closed_port() -> int:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

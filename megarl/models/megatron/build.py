@@ -30,7 +30,7 @@ from converters.mapping.rule import is_expert
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
-from megarl.config.backend import scores
+from megarl.config.backend import absent_hybrid_model, scores
 from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.groups import ParallelGroups
@@ -100,9 +100,7 @@ def build_chunks(
     return chunks
 
 
-# Megatron-Core's classes of language models, each with its module, by values of
-# ``policy.megatron_cfg.model_class``.
-_MODEL_CLASSES = {"gpt": ("GPTModel", "gpt.gpt_model"), "hybrid": ("HybridModel", "hybrid.hybrid_model")}
+_MODEL_CLASS = "policy.megatron_cfg.model_class"
 
 
 def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
@@ -112,25 +110,31 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
     Raises:
         ConfigError: this Megatron-Core lacks the class.
     """
-    if chosen is None:
-        chosen = "gpt" if _has("gpt") else "hybrid"
-    elif not _has(chosen):
-        bound = f"Megatron-Core {core.__version__} has no {_MODEL_CLASSES[chosen][0]}"
-        fix = "write hybrid or null"
-        if chosen == "hybrid":
-            fix = "write gpt or null, or install megatron-core 0.19.2 or newer, for Python 3.12"
-        raise ConfigError([Violation("policy.megatron_cfg.model_class", chosen, bound, fix)])
-    if chosen == "gpt":
+    if chosen != "hybrid" and _has_gpt_model():
         return _gpt_model
+    if chosen == "gpt":
+        raise ConfigError(
+            [
+                Violation(
+                    _MODEL_CLASS,
+                    chosen,
+                    f"Megatron-Core {core.__version__} has no GPTModel",
+                    "write hybrid or null",
+                )
+            ]
+        )
+    absent = absent_hybrid_model(_MODEL_CLASS, core.__version__)
+    if absent is not None:
+        raise ConfigError([absent])
     # is built on modules that Megatron-Core 0.16 lacks
     from megarl.models.megatron.hybrid import hybrid_model
 
     return hybrid_model
 
 
-def _has(chosen: str) -> bool:
+def _has_gpt_model() -> bool:
     try:
-        return importlib.util.find_spec(f"megatron.core.models.{_MODEL_CLASSES[chosen][1]}") is not None
+        return importlib.util.find_spec("megatron.core.models.gpt.gpt_model") is not None
     except ModuleNotFoundError:  # its package is absent too
         return False
 
