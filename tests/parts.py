@@ -66,7 +66,7 @@ class Part:
 
 
 TRAINING, DTENSOR = ("dist/test_training.py",), ("dist/test_dtensor*", "dist/test_workers.py")
-EXPERTS = ("dist/test_megatron_experts.py", "dist/test_training_mixtures.py")
+EXPERTS = ("dist/test_megatron_experts.py", "dist/test_training_mixtures.py", "dist/test_expert_adapters.py")
 DISTRIBUTED, PROGRAMS = ("dist/*",), ("system/*", "engines/*")
 RESUME, VLLM_ENGINES, REAL_SLURM = (
     ("system/test_resume.py",),

@@ -37,20 +37,24 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 PEFT_PREFIX = "base_model.model."
 _SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
-# What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer.
-_PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
+PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
+"""What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer."""
 
 
-def linears(architecture: Architecture) -> list[Rule]:
+def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rule]:
     """Return the rules of the weights of linear layers that may have an adapter: those inside of layers.
-    Experts have none here, since Megatron-Bridge keeps one for all experts of a rank, and PEFT one for
-    each."""
+
+    Args:
+        architecture: of the model.
+        of_experts: those of routed experts, and not the others. Megatron-Bridge keeps one adapter for all
+            experts of a rank, PEFT one for each.
+    """
     return [
         rule
         for rule in all_rules(architecture)
         if _LAYER.match(rule.megatron_name)
         and rule.megatron_name.endswith(".weight")
-        and not is_expert(rule.megatron_name)
+        and is_expert(rule.megatron_name) == of_experts
         if all(len(part.shape) == 2 and part.name.endswith(".weight") for part in rule.parts)
     ]
 
@@ -74,7 +78,7 @@ def stored_factor(
         stacked: whether layers are stacked.
     """
     place = stored_place(rule, architecture, stacked=stacked)
-    of_part = "" if part is None else f"{_PARTS[rule.kind][part]}."
+    of_part = "" if part is None else f"{PARTS[rule.kind][part]}."
     return StoredPlace(
         f"{place.key.removesuffix('weight')}adapter.{of_part}{side}.weight", place.index, place.grid
     )
@@ -83,7 +87,7 @@ def stored_factor(
 def parts_of(rule: Rule) -> range:
     """Return numbers of the parts that may have adapters of their own; empty for a layer that is not
     fused."""
-    return range(len(_PARTS.get(rule.kind, ())))
+    return range(len(PARTS.get(rule.kind, ())))
 
 
 def rows_of(rule: Rule) -> int:
@@ -458,10 +462,10 @@ class MegatronAdapter:
             raise ConversionError(
                 f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has one for "
                 "all experts of a rank, which PEFT "
-                "cannot say",
+                "cannot say, and those of each expert are not read here",
                 (
-                    "train without linear layers of experts among the targets, or let the trainer merge the "
-                    "adapters"
+                    "let the trainer write them or merge them: megarl's export hf/step_N has adapter/, in "
+                    "PEFT's form"
                 ),
             )
         if unknown:

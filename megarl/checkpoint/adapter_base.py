@@ -15,7 +15,9 @@ from megarl.errors import CheckpointError
 BASE_FILE = "base_model.json"
 _KEY = "policy.peft"
 # What has to be the same, by PEFT's name, with the name that the configuration has for it.
-_SAME = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "target_modules": "target_modules"}
+_SAME = {"r": "dim", "lora_alpha": "alpha"} | {
+    key: key for key in ("use_rslora", "target_modules", "target_parameters")
+}
 _HASHED = 2**20
 
 
@@ -71,10 +73,10 @@ class BaseModel:
         record = _read_json(directory / BASE_FILE)
         stored = record.get("adapter") or {}
         for key, name in _SAME.items():
-            if stored.get(key) != peft[key]:
+            if stored.get(key) != peft.get(key):
                 raise CheckpointError(
                     f"{directory} holds adapters with {name} = {stored.get(key)!r}, and {_KEY} gives "
-                    f"{peft[key]!r}. "
+                    f"{peft.get(key)!r}. "
                     f"Fix: set {_KEY}.{name} to the checkpoint's"
                 )
         if record.get("weights") != self.digest:

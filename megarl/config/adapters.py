@@ -4,9 +4,10 @@ have."""
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from converters.mapping.rule import Kind, is_expert
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
 from megarl.config.nested import at
 from megarl.config.parameters import rules_of_layer
@@ -58,21 +59,60 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def adapter_parameters(section: PeftConfig, facts: ModelFacts, layers: Sequence[int], tensor: int = 1) -> int:
-    """Return parameters of the adapters of some layers on one of ``tensor`` ranks that share each."""
-    targets, excluded = expanded(section["target_modules"]) or ("*",), expanded(section["exclude_modules"])
+def adapter_parameters(
+    section: PeftConfig,
+    facts: ModelFacts,
+    layers: Sequence[int],
+    tensor: int = 1,
+    experts: tuple[int, int] | None = None,
+) -> int:
+    """Return parameters of the adapters of some layers on one of ``tensor`` ranks that share each.
+
+    Args:
+        section: of the configuration.
+        facts: of the model.
+        layers: their numbers.
+        tensor: ranks that a layer is cut over.
+        experts: experts of each layer that are counted, and ranks that each is cut over; all of them, cut as
+            the other layers, if None.
+    """
+    number, expert_tensor = experts or (facts.num_experts, tensor)
     total = 0
-    for layer in layers:
-        for rule in rules_of_layer(facts, layer):
-            if rule.kind not in CUT_KINDS or is_expert(rule.megatron_name):
-                continue
-            for name, shape in (
-                (part.name.removesuffix(".weight"), part.shape) for part in rule.parts if len(part.shape) == 2
-            ):
-                if is_named(name, targets) and not is_named(name, excluded):
-                    rows, columns = shape
-                    # the factor at the cut side is cut, the other one is whole
-                    total += section["dim"] * (
-                        rows + columns // tensor if rule.kind is Kind.ROW else columns + rows // tensor
-                    )
+    for rule in itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in layers):
+        if not is_expert(rule.megatron_name):
+            total += _parameters(section, rule, tensor)
+        elif expert_index(rule.megatron_name) == 0:
+            total += number * _parameters(section, rule, expert_tensor)
     return total
+
+
+def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
+    targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
+    if rule.kind not in CUT_KINDS:
+        return 0
+    if not targets and not is_expert(rule.megatron_name):
+        targets = ("*",)
+    total, stacks = 0, set()
+    for part in (part for part in rule.parts if len(part.shape) == 2):
+        rows, columns = part.shape
+        # the factor at the cut side is cut, the other one is whole
+        rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
+        name, stack = part.name.removesuffix(".weight"), stack_of(part)
+        if stack is not None and is_named(stack, section["target_parameters"]):
+            total += rows + columns * (stack not in stacks)
+            stacks.add(stack)
+        elif is_named(name, targets) and not is_named(name, excluded):
+            total += rows + columns
+    return section["dim"] * total
+
+
+def stack_of(tensor: HuggingFaceTensor) -> str | None:
+    """Return the name of the parameter in which transformers' model holds a matrix of all experts; None for a
+    tensor of another kind."""
+    # of a family that is published in other names the last place is that of transformers' model
+    places = [
+        place.name
+        for place in tensor.places
+        if place.index is not None and len(place.shape) == 3 and place.written
+    ]
+    return places[-1] if places else None

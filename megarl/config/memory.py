@@ -171,10 +171,10 @@ def _stage_memory(
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
         first = sum(layers[:stage])
-        trained_parameters = shared = adapter_parameters(
-            adapters, facts, range(first, first + layers[stage]), layout.tensor
-        )
-        parameters, experts, reference = parameters + trained_parameters, 0, False
+        numbers, held = range(first, first + layers[stage]), (facts.num_experts // expert, expert_tensor)
+        shared = adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
+        trained_parameters = adapter_parameters(adapters, facts, numbers, layout.tensor, held)
+        parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
         copies = layout.data * layout.context

@@ -636,7 +636,21 @@ class PeftConfig(TypedDict):
                 "(``q_proj``), names with ``*``, or "
                 "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An "
                 "empty list is all linear layers of "
-                "attention and dense MLPs. Experts, embedding and output layer have none yet.",
+                "attention and dense MLPs. Experts that a name fits (``*.experts.*.down_proj``) have an "
+                "adapter each. Embedding and output "
+                "layer have none yet.",
+                default=[],
+            ),
+        ]
+    ]
+    target_parameters: NotRequired[
+        Annotated[
+            list[str],
+            Key(
+                "stacks of experts that have an adapter, as PEFT's key of this name: "
+                "``experts.gate_up_proj``, ``experts.down_proj``. Each "
+                "expert has factors of its own, and its gate and up matrices share A. Of Megatron alone, "
+                "without dropout.",
                 default=[],
             ),
         ]

@@ -139,6 +139,7 @@ class Case:
         bucket: parameters a reduction, with overlap (Megatron); 0 for Megatron's choice.
         offload: parameters in host memory between uses (torch backends).
         lora: rank of adapters that are trained instead of the weights; 0 for none.
+        stacks: the stacks of experts have adapters too (sparse families).
         paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
         chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
         model_class: ``hybrid`` for Megatron-Core's HybridModel, of whose layers two are one layer.
@@ -214,6 +215,7 @@ class Case:
     bucket: int = 0
     offload: bool = False
     lora: int = 0
+    stacks: bool = False
     paths: str = "fast"
     chunk: int = 0
     model_class: str = "gpt"
@@ -384,6 +386,7 @@ SPARSE_FIELDS = (
     "router",
     "ep",
     "etp",
+    "stacks",
 )
 """Fields of a mixture of experts."""
 _MEGATRON_ONLY = (
@@ -401,12 +404,12 @@ _MEGATRON_ONLY = (
     "bucket",
     "model_class",
 )
-_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora")
+_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks")
 # What a backend, a family, a way of batching or an optimizer has no use for.
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
-    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan", "lora"),
+    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan", "lora", "stacks"),
     **dict.fromkeys((*DENSE, *OF_MEGATRON), SPARSE_FIELDS),
     **dict.fromkeys(GROUPED, ("router",)),
     "gpt_oss": ("expert",),

@@ -158,6 +158,7 @@ def _table(case: Case) -> dict[str, bool]:
         "two global batches a call": case.together,
         "offload": case.offload,
         "adapters": case.lora > 0,
+        "adapters of experts": case.stacks,
     }
 
 

@@ -75,7 +75,7 @@ ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should
 not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE = 0.45, 0.3, 0.25, 0.5
+SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE, STACKED_SHARE = 0.45, 0.3, 0.25, 0.5, 0.6
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -352,10 +352,12 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
         fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
     )
     drawn = generator.random() < ADAPTED_SHARE
+    rank = (
+        generator.randint(1, 4) if drawn and possible and fields.get("plan", "built-in") == "built-in" else 0
+    )
     return {
-        "lora": generator.randint(1, 4)
-        if drawn and possible and fields.get("plan", "built-in") == "built-in"
-        else 0
+        "lora": rank,
+        "stacks": rank > 0 and fields["family"] in SPARSE and generator.random() < STACKED_SHARE,
     }
 
 

@@ -149,6 +149,7 @@ _LOSSES, _VALUES, _ENGINE = (
     "megarl.models.engine",
 )
 _ADAPTED = ("megatron", "dtensor")
+_EXPERTS = "backend=megatron family=mixtral experts=4 topk=2 mbs=2 length=9 lora=2 stacks=1"
 # By kind of quantity and name: the module, the text and the one in its place, and the cases.
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "logprobs": {
@@ -184,9 +185,15 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "adapters-without-their-scale": (
             "megarl.models.megatron.adapters",
-            "F.linear(inputs, self.down()) * scaling",
-            "F.linear(inputs, self.down())",
+            "product(inputs, self._down_of(adapters)) * settings.scaling",
+            "product(inputs, self._down_of(adapters))",
             "backend=megatron length=6 lora=2",
+        ),
+        "adapter-of-one-expert-missing": (
+            "megarl.models.megatron.adapters",
+            "                if pairs:",
+            '                if pairs and ".local_experts.3." not in name:',
+            f"{_EXPERTS} ep=2 dp=2",
         ),
     },
     "loss": {
@@ -279,6 +286,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "is_parallel=True",
             "backend=megatron tp=2 kv=2 ffn=6 mbs=2 length=6 optimizer=sgd lora=2",
         ),
+        "gradient-of-an-expert-s-whole-factor-counted-twice": (
+            "megarl.models.megatron.adapters",
+            "self._of_expert and self._group.rank() == 0",
+            "self._of_expert",
+            f"{_EXPERTS} tp=2 kv=2 ffn=6 sp=1 etp=2 optimizer=sgd",
+        ),
         "gradient-averaged-over-data": (
             f"{_ENGINE}.heads",
             "HeadOutput(loss=loss, metrics=kept",
@@ -331,6 +344,18 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "self.sequence_parallel and not is_cut",
             "False",
             "backend=megatron tp=2 kv=2 ffn=6 sp=1 mbs=2 length=6 optimizer=sgd lora=2",
+        ),
+        "parts-of-an-expert-s-whole-factor-not-summed": (
+            "megarl.models.megatron.adapters",
+            "self._of_expert and self._group.size() > 1",
+            "False",
+            f"{_EXPERTS} tp=2 kv=2 ffn=6 sp=1 etp=2 optimizer=sgd",
+        ),
+        "adapters-of-experts-reduced-as-other-layers": (
+            "megarl.models.megatron.adapters",
+            "parameter.allreduce = not self._of_expert",
+            "parameter.allreduce = True",
+            f"{_EXPERTS} ep=2 dp=2 optimizer=sgd",
         ),
         "clipping-forgotten": (
             "megarl.models.megatron.settings",

@@ -12,13 +12,13 @@ from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, HYBRID, LATENT, SPARSE, Case
-from megarl.parity.settings import ADAPTER_SCALE, adapter_directory
+from megarl.parity.settings import ADAPTER_SCALE, STACKS, adapter_directory
 
 transformers_logging.disable_progress_bar()
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Ends of the names of linear layers that have adapters; experts have none."""
+"""Ends of the names of linear layers that have adapters; those of experts are in stacks."""
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
 _SCALINGS: dict[str, dict[str, Any]] = {
@@ -215,17 +215,18 @@ class ModelShelf:
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
             model.save_pretrained(directory)
             _save_config(case, model.config, directory)
-        if case.lora and not adapter_directory(directory, case.lora).exists():
-            _save_adapter(case, directory)
+        adapter = adapter_directory(case, directory)
+        if adapter is not None and not adapter.exists():
+            _save_adapter(case, directory, adapter)
         return directory
 
 
-def _save_adapter(case: Case, directory: Path) -> None:
+def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
     """Save random factors of the size at which their product is a part of each weight that shows."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    adapter, generator = adapter_directory(directory, case.lora), torch.Generator().manual_seed(case.seed + 1)
+    generator = torch.Generator().manual_seed(case.seed + 1)
     factors: dict[str, torch.Tensor] = {}
     with safe_open(directory / "model.safetensors", "pt") as stored:
         for name in sorted(stored.keys()):
@@ -236,16 +237,42 @@ def _save_adapter(case: Case, directory: Path) -> None:
             for letter, shape in (("A", (case.lora, columns)), ("B", (rows, case.lora))):
                 values = INNER * torch.randn(shape, generator=generator) * shape[1] ** -0.5
                 factors[f"base_model.model.{module}.lora_{letter}.weight"] = values
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
+    factors |= _stacked_factors(case, generator) if case.stacks else {}
     adapter.mkdir()
     save_file(factors, adapter / "adapter_model.safetensors")
-    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
     config = {
         "peft_type": "LORA",
         "r": case.lora,
         "lora_alpha": ADAPTER_SCALE * case.lora,
         "target_modules": targets,
     }
+    config |= {"target_parameters": [f"experts.{name}" for name in STACKS]} if case.stacks else {}
     (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the factors of all stacks of experts, by PEFT's names: the module around the first of two stacks
+    is inside that of the second."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(model_config(case))
+    factors = {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for stack, wrapper in zip(STACKS, (".base_layer", ""), strict=True):
+            experts, rows, columns = module.get_parameter(stack).shape
+            if getattr(module, "is_transposed", False):
+                rows, columns = columns, rows
+            ranks = experts * case.lora
+            down, up = (
+                torch.randn(shape, generator=generator) for shape in ((ranks, columns), (rows, ranks))
+            )
+            factors[f"base_model.model.{name}{wrapper}.lora_A.weight"] = INNER * down * columns**-0.5
+            factors[f"base_model.model.{name}{wrapper}.lora_B.weight"] = INNER * up * case.lora**-0.5
+    return factors
 
 
 def _save_config(case: Case, config: Any, directory: Path) -> None:

@@ -28,6 +28,7 @@ from megarl.parity.case import Case
 from megarl.parity.errors import BOUND, relative_error, root_mean_square, tensor_error, token_errors
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 from megarl.parity.routers import gates_of
+from megarl.parity.settings import adapter_directory
 
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
@@ -81,7 +82,7 @@ def bounds_of(
         expected: what training it in float32 reports.
         members: runs with random errors; the first of them are the same whatever their number.
     """
-    plain = load_model(model, dtype_of(case.precision, "case.precision"), case.lora)
+    plain = load_model(model, dtype_of(case.precision, "case.precision"), adapter_directory(case, model))
     runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
     noise: dict[str, float] = {}
     for found, member in runs:

@@ -86,6 +86,12 @@ def _own_violations(case: Case) -> list[Violation]:
     absent = absent_model_class() if case.model_class == "hybrid" else None
     if absent is not None:
         found.append(absent)
+    if case.stacks and not case.lora:
+        found.append(
+            Violation(
+                "case.stacks", True, "adapters of experts need a rank", "write a lora, or leave stacks out"
+            )
+        )
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot

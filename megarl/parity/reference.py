@@ -3,6 +3,7 @@ batch at once, no line of the engine."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import tempfile
@@ -22,14 +23,7 @@ from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss, responses
 from megarl.parity.routers import Routers
-from megarl.parity.settings import (
-    ADAPTER_SCALE,
-    BETAS,
-    MOMENTUM,
-    Hyperparameters,
-    adapter_directory,
-    hyperparameters,
-)
+from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, STACKS, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
 # What names of GPT-OSS's biases of all experts end in; they are vectors, stacked.
@@ -47,6 +41,23 @@ class _Adapted(torch.nn.Linear):
         return super().forward(inputs) + ADAPTER_SCALE * ((inputs @ self.lora_A.T) @ self.lora_B.T)
 
 
+def _with_adapter(experts: Any, stack: str) -> Tensor:
+    """Return a stack of experts with what its adapter adds to it, differentiable."""
+    weight = experts._parameters[stack]
+    down, up = (experts.get_parameter(f"lora_{letter}_{stack}") for letter in "AB")
+    down = down.unflatten(0, (weight.shape[0], -1))
+    up = up.unflatten(1, (-1, weight.shape[0]))
+    axes = "ore,eri->eio" if getattr(experts, "is_transposed", False) else "ore,eri->eoi"
+    return weight + ADAPTER_SCALE * torch.einsum(axes, up, down)
+
+
+class _AdaptedStacks(torch.nn.Module):
+    """Mixed into a class of experts: its stacks have adapters, which alone are trained."""
+
+    gate_up_proj = property(lambda experts: _with_adapter(experts, "gate_up_proj"))
+    down_proj = property(lambda experts: _with_adapter(experts, "down_proj"))
+
+
 def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
     """Put the stored factors beside the layers that they are of."""
     from safetensors.torch import load_file
@@ -54,20 +65,34 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
     stored = load_file(directory / "adapter_model.safetensors")
     model.requires_grad_(False)
     for name, module in model.named_modules():
-        factors = [stored.pop(f"base_model.model.{name}.lora_{letter}.weight", None) for letter in "AB"]
-        if factors[0] is not None and factors[1] is not None:
-            module.__class__ = _Adapted
+        is_stack = name.endswith(".experts")
+        # PEFT wraps a module once for each of its parameters, the last one outermost
+        wrappers = (
+            {stack: f"{name}{'.base_layer' * (stack != STACKS[-1])}" for stack in STACKS}
+            if is_stack
+            else {"": name}
+        )
+        for stack, wrapper in wrappers.items():
+            factors = [
+                stored.pop(f"base_model.model.{wrapper}.lora_{letter}.weight", None) for letter in "AB"
+            ]
+            if factors[0] is None or factors[1] is None:
+                continue
             for letter, values in zip("AB", factors, strict=True):
                 assert isinstance(values, Tensor)
-                module.register_parameter(
-                    f"lora_{letter}", torch.nn.Parameter(values.to(next(model.parameters()).dtype))
-                )
+                parameter = torch.nn.Parameter(values.to(next(model.parameters()).dtype))
+                module.register_parameter(f"lora_{letter}{'_' * is_stack}{stack}", parameter)
+            if not is_stack:
+                module.__class__ = _Adapted
+            elif stack == STACKS[-1]:
+                module.__class__ = type("AdaptedExperts", (_AdaptedStacks, type(module)), {})
     assert not stored, f"factors of no layer: {sorted(stored)[:3]}"
 
 
-def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: int = 0) -> torch.nn.Module:
-    """Return the transformers model of a directory, in evaluation mode, with its adapters of rank ``lora``
-    unless that is 0."""
+def load_model(
+    directory: Path | str, dtype: torch.dtype = torch.float32, adapter: Path | None = None
+) -> torch.nn.Module:
+    """Return the transformers model of a directory, in evaluation mode, with the adapters of another one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -91,8 +116,8 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: 
     # weight the noise would lack the rounding that theirs have
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    if lora:
-        _put_adapters(model, adapter_directory(Path(directory), lora))
+    if adapter is not None:
+        _put_adapters(model, adapter)
     return model
 
 
@@ -106,6 +131,9 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
         if isinstance(module, _Adapted):
             added = ADAPTER_SCALE * (module.lora_B.float() @ module.lora_A.float())
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
+        elif isinstance(module, _AdaptedStacks):
+            wide: Any = copy.deepcopy(module).float()
+            state |= {f"{name}.{stack}": getattr(wide, stack).to(model.dtype).detach() for stack in STACKS}
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, state_dict=state)
         return {

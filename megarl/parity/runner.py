@@ -20,6 +20,7 @@ from megarl.parity.noise import MEMBERS_TO_CONFIRM, Bounds, bounds_of
 from megarl.parity.pool import JobError, WorkerPool
 from megarl.parity.possible import accepted_config, refusal
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
+from megarl.parity.settings import adapter_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class CaseRunner:
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)
-            reference = load_model(model, lora=case.lora)
+            reference = load_model(model, adapter=adapter_directory(case, model))
             tokens = token_batch(case)
             logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)

@@ -138,9 +138,14 @@ def _warmup_calls(case: Case) -> int:
     return 0 if not case.warmup else 2 if case.schedule == "constant" else 1
 
 
-def adapter_directory(model: Path, rank: int) -> Path:
-    """Return the directory of a case's adapter, in PEFT's form: random factors beside all linear layers."""
-    return model / f"adapter-{rank}"
+STACKS = ("gate_up_proj", "down_proj")
+"""The parameters in which transformers holds the matrices of all experts of a layer, in their order."""
+
+
+def adapter_directory(case: Case, model: Path) -> Path | None:
+    """Return the directory of a case's adapter, in PEFT's form: random factors beside all linear layers, and
+    of its stacks of experts where the case says so. None for a case without."""
+    return model / f"adapter-{case.lora}{'-stacks' * case.stacks}" if case.lora else None
 
 
 def policy_config(case: Case, model: Path) -> Config:
@@ -166,8 +171,10 @@ def policy_config(case: Case, model: Path) -> Config:
             "enabled": True,
             "dim": case.lora,
             "alpha": alpha,
-            "adapter_path": str(adapter_directory(model, case.lora)),
+            "adapter_path": str(adapter_directory(case, model)),
         }
+        if case.stacks:
+            config["peft"]["target_parameters"] = [f"experts.{name}" for name in STACKS]
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
         drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

@@ -22,6 +22,7 @@ _ORDER = [
         "paths",
         "chunk",
         "offload",
+        "stacks",
         "lora",
         "overlap",
         "bucket",

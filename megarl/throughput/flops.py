@@ -127,7 +127,8 @@ class ModelFlops:
             lengths: [B] tokens.
             logits: tokens that the output layer is needed for; all of them when None.
             frozen_routers: routers are not trained.
-            adapters: parameters of adapters, and nothing else is trained; None for a model without.
+            adapters: parameters of the adapters that a token goes through, and nothing else is trained; None
+                without.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:

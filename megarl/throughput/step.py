@@ -55,7 +55,7 @@ class StepThroughput:
         recomputes: every layer is computed again in the backward pass, or parts of it.
         recomputed: those parts; None for all.
         frozen_routers: routers are not trained.
-        adapters: parameters of adapters, which alone are trained; None without.
+        adapters: parameters of the adapters that a token goes through, which alone are trained; None without.
     """
 
     devices: Devices
@@ -71,11 +71,10 @@ class StepThroughput:
         backend = enabled_backend(policy)
         flops = None if facts is None else ModelFlops.of(facts)
         peft = adapters_of(policy)
-        adapters = (
-            None
-            if peft is None or facts is None
-            else adapter_parameters(peft, facts, range(facts.num_layers))
-        )
+        adapters = None
+        if peft is not None and facts is not None:
+            taken = 0 if facts.mixture is None else facts.mixture.experts_per_token
+            adapters = adapter_parameters(peft, facts, range(facts.num_layers), experts=(taken, 1))
         if backend == "megatron":
             megatron = policy["megatron_cfg"]
             parts = (

@@ -15,11 +15,55 @@ from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
 
 
-def saved_by_peft(model: Path, directory: Path, targets: Sequence[str], **options: Any) -> Path:
+class ExpertsApart(torch.nn.ModuleList):
+    """Experts as modules of their own, as transformers had them before it stacked their matrices, and as
+    adapters of each are published."""
+
+    def __init__(self, stacked: Any) -> None:
+        super().__init__()
+        self.activation = [stacked.act_fn]  # no module of the list
+        for both, last in zip(stacked.gate_up_proj, stacked.down_proj, strict=True):
+            names = dict(zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), last), strict=True))
+            self.append(
+                torch.nn.ModuleDict(
+                    {
+                        name: torch.nn.Linear(*reversed(weight.shape), bias=False)
+                        for name, weight in names.items()
+                    }
+                )
+            )
+            for name, weight in names.items():
+                self[-1][name].weight = torch.nn.Parameter(weight.detach().clone())
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for number, expert in enumerate(self):
+            token, place = torch.where(chosen == number)
+            inner = self.activation[0](expert["gate_proj"](hidden[token])) * expert["up_proj"](hidden[token])
+            output = output.index_add(0, token, expert["down_proj"](inner) * weights[token, place, None])
+        return output
+
+
+def load(model: Path, *, apart: bool = False) -> torch.nn.Module:
+    """The base, with its stacks of experts or each expert ``apart``."""
+    base: Any = mixtures.load(model)
+    if apart:
+        # PEFT changes names of experts by this
+        base.config.model_type = "apart"
+        for layer in base.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts = ExpertsApart(layer.mlp.experts)
+    return base
+
+
+def saved_by_peft(
+    model: Path, directory: Path, targets: Sequence[str], *, apart: bool = False, **options: Any
+) -> Path:
     """An adapter with factors that are all random, so that each has a gradient from the first step on."""
     torch.manual_seed(4)
     changed = get_peft_model(
-        mixtures.load(model), LoraConfig(r=3, lora_alpha=5, target_modules=list(targets), **options)
+        load(model, apart=apart),
+        LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": list(targets), **options}),
     )
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
@@ -35,13 +79,18 @@ def with_adapters(config: Mapping[str, Any], **section: Any) -> dict[str, Any]:
 
 @remembered
 def trained_by_peft(
-    model: Path, adapter: Path, config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], loss_fn: Any
+    model: Path,
+    adapter: Path,
+    config: Mapping[str, Any],
+    batches: Sequence[Mapping[str, Any]],
+    loss_fn: Any,
+    apart: bool,
 ) -> dict[str, Any]:
     """Losses, norms, factors by PEFT's names and merged weights after a step of float64 for each batch."""
-    base = mixtures.load(model).double()
-    tied, sparse = (
+    base: Any = load(model, apart=apart).double()
+    tied, stacked = (
         base.config.tie_word_embeddings,
-        any(hasattr(base.config, name) for name in ("num_experts", "n_routed_experts")),
+        not apart and any(".experts." in name for name, _ in base.named_parameters()),
     )
     trainer = ReferenceTrainer(PeftModel.from_pretrained(base, adapter, is_trainable=True).double(), config)
     exact = [
@@ -56,7 +105,7 @@ def trained_by_peft(
     }
     whole = trainer.model.merge_and_unload()  # type: ignore[operator]
     weights = (
-        mixtures.weights_of(whole.float(), Path(adapter) / "merged") if sparse else dict(whole.state_dict())
+        mixtures.weights_of(whole.float(), Path(adapter) / "merged") if stacked else dict(whole.state_dict())
     )
     if tied:
         weights.pop("lm_head.weight", None)
@@ -69,11 +118,11 @@ def trained_by_peft(
 
 
 def expected_of(
-    model: Path, adapter: Path, batches: Sequence[Mapping[str, Any]], loss_fn: Any
+    model: Path, adapter: Path, batches: Sequence[Mapping[str, Any]], loss_fn: Any, *, apart: bool = False
 ) -> dict[str, Any]:
     """The same of the optimizer that the tests' configurations have, computed once for all layouts."""
     config = without_layout(policy_config(model, gbs=12, clip=0.5))
-    found: dict[str, Any] = trained_by_peft(model, adapter, config, batches, loss_fn)
+    found: dict[str, Any] = trained_by_peft(model, adapter, config, batches, loss_fn, apart)
     return found
 
 

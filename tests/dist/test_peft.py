@@ -104,11 +104,18 @@ def test_five_steps_equal_peft(
 
 
 def check_trained(
-    pool: WorkerPool, world: int, config: dict[str, Any], model: Path, adapter: Path, loss_fn: Any = None
+    pool: WorkerPool,
+    world: int,
+    config: dict[str, Any],
+    model: Path,
+    adapter: Path,
+    loss_fn: Any = None,
+    *,
+    apart: bool = False,
 ) -> None:
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in range(1, 6)]
     loss_fn = loss_fn or ClippedPGLossFn(PG_LOSS)
-    expected = peft_jobs.expected_of(model, adapter, batches, loss_fn)
+    expected = peft_jobs.expected_of(model, adapter, batches, loss_fn, apart=apart)
     base = reference.logprobs(mixtures.load(model), batches[0])
     counts: set[int] = set()
     for result in pool.run(world, peft_jobs.train, config, batches, loss_fn):
@@ -128,8 +135,16 @@ def check_trained(
     if enabled_backend(config) == "megatron" and config["megatron_cfg"]["pipeline_model_parallel_size"] == 1:
         facts, section = read_model_facts(str(model)), complete_policy(config)["peft"]
         assert facts is not None
-        tensor = config["megatron_cfg"]["tensor_model_parallel_size"]
-        assert counts == {adapter_parameters(section, facts, range(facts.num_layers), tensor)}
+        megatron = config["megatron_cfg"]
+        experts = (
+            facts.num_experts // megatron["expert_model_parallel_size"],
+            megatron["expert_tensor_parallel_size"],
+        )
+        assert counts == {
+            adapter_parameters(
+                section, facts, range(facts.num_layers), megatron["tensor_model_parallel_size"], experts
+            )
+        }
 
 
 @sampled(1)

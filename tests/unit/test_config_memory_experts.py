@@ -28,6 +28,7 @@ from converters.families import FAMILIES
 from converters.families.read import read_architecture
 from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import layer_activation_bytes, operations, sparse_layer_activation_bytes
+from megarl.config.adapters import adapter_parameters
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.memory import estimate
@@ -312,3 +313,36 @@ def test_recomputation_keeps_the_largest_layer() -> None:
     assert checkpointed.activations < plain.activations
     dense = memory(4, 1, dataclasses.replace(FACTS, mixture=None))[0]
     assert dense.parameters == 3 * layer_parameters(dataclasses.replace(FACTS, mixture=None), 0, 2) + 51 * 48
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        {"target_modules": ["*.experts.*"]},
+    ],
+)
+def test_adapters_of_experts_divide_as_the_experts_do(chosen: dict[str, Any]) -> None:
+    """Gate and up share A in a stack."""
+    in_stacks = "target_parameters" in chosen
+    config = complete(
+        raw_grpo(),
+        {"policy.peft": {"enabled": True, "dim": 5, "exclude_modules": ["*"] if in_stacks else [], **chosen}},
+    )
+    for expert, expert_tensor in [(1, 1), (2, 1), (4, 2)]:
+        per_expert = (48 if in_stacks else 2 * 48) + 2 * 28 // expert_tensor + 28 // expert_tensor + 48
+        expected = 3 * 8 // expert * 5 * per_expert
+        assert (
+            adapter_parameters(config["policy"]["peft"], FACTS, range(3, 6), 2, (8 // expert, expert_tensor))
+            == expected
+        )
+        megatron = {
+            "expert_model_parallel_size": expert,
+            "expert_tensor_parallel_size": expert_tensor,
+            "sequence_parallel": True,
+        }
+        policy = {**config["policy"], "megatron_cfg": {**config["policy"]["megatron_cfg"], **megatron}}
+        last = estimate(
+            policy, FACTS, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), reference=True
+        )[1]
+        assert last.optimizer == -(-16 * expected // (8 // (expert * expert_tensor)))

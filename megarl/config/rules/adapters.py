@@ -51,6 +51,24 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
         yield Violation(engine, True, bound, "write auto or false, for the portable layers")
 
 
+def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
+    """An adapter of a stack is a sum of weights in PEFT, which leaves no place for dropout; without a mixture
+    there are no stacks."""
+    _require_adapters(view)
+    key = f"{PEFT}.target_parameters"
+    view.require(bool(view[key]))
+    if view[f"{PEFT}.dropout"]:
+        bound = "PEFT has no dropout of adapters of stacks of experts"
+        yield Violation(
+            f"{PEFT}.dropout",
+            view[f"{PEFT}.dropout"],
+            bound,
+            "write 0, or name the experts' layers in target_modules",
+        )
+    if not view.facts.num_experts:
+        yield Violation(key, view[key], "the model has no experts", "write an empty list")
+
+
 def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
     """Adapters compute as the layers that they stand beside."""
     _require_adapters(view)
@@ -96,6 +114,7 @@ def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
 ADAPTER_RULES: tuple[Rule, ...] = (
     adapters_fit_the_model,
     adapters_fit_the_backend,
+    stacks_of_experts_can_have_adapters,
     adapters_have_the_type_of_the_model,
     merged_adapter_is_the_only_one,
 )

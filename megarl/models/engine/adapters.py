@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from converters.checkpoint.source import ADAPTER_CONFIG
 from megarl.config.adapters import adapters_of, expanded, is_named
 from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
+from megarl.models.engine.stacked_adapters import Stack, StackedFactors, listed
 
 KEY = "policy.peft"
 ADAPTER_DIRECTORY = "adapter"
@@ -43,6 +44,7 @@ class AdapterSettings:
         drops_input: of the adapter's input; else of its output.
         init: how A begins.
         targets, excluded: patterns of layers that have an adapter, and of those that have none.
+        parameters: patterns of stacks of experts that have one.
         start: PEFT directory that training goes on from.
         base: the model that the adapters stand beside, as the configuration names it.
     """
@@ -55,6 +57,7 @@ class AdapterSettings:
     init: str
     targets: tuple[str, ...]
     excluded: tuple[str, ...]
+    parameters: tuple[str, ...]
     start: Path | None
     base: str
 
@@ -74,6 +77,7 @@ class AdapterSettings:
             init=section["lora_A_init_method"],
             targets=expanded(section["target_modules"]),
             excluded=expanded(section["exclude_modules"]),
+            parameters=tuple(section["target_parameters"]),
             start=None if start is None else Path(start).expanduser(),
             base=str(policy["model_name"]),
         )
@@ -83,18 +87,45 @@ class AdapterSettings:
         """Return the factor s on the product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def chosen(self, layers: Collection[str], others: Collection[str]) -> list[str]:
+    def chosen_stacks(self, stacks: Sequence[Stack]) -> list[Stack]:
+        """Return the stacks of experts that have an adapter.
+
+        Raises:
+            ConfigError: a pattern names none.
+        """
+        known = (
+            ", ".join(dict.fromkeys(".".join(stack.name.split(".")[-2:]) for stack in stacks))
+            or "it has none"
+        )
+        for pattern in self.parameters:
+            if not any(is_named(stack.name, (pattern,)) for stack in stacks):
+                bound, fix = (
+                    f"{pattern!r} names no stack of experts of the model",
+                    f"write names of stacks ({known}), or an empty list",
+                )
+                raise ConfigError([Violation(f"{KEY}.target_parameters", list(self.parameters), bound, fix)])
+        return [stack for stack in stacks if is_named(stack.name, self.parameters)]
+
+    def chosen(
+        self,
+        layers: Collection[str],
+        others: Collection[str],
+        experts: Collection[str] = (),
+        stacks: Sequence[Stack] = (),
+    ) -> list[str]:
         """Return the layers that have an adapter.
 
         Args:
             layers: names of all that may have one.
-            others: names of the matrices that cannot: experts, routers, embedding, output layer.
+            others: names of the matrices that cannot: routers, embedding, output layer.
+            experts: names of the layers of experts, which have one where a pattern names them.
+            stacks: of ``chosen_stacks``.
 
         Raises:
             ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
         """
-        targets = self.targets or ("*",)
-        allowed = [name for name in layers if not is_named(name, self.excluded)]
+        targets, possible = self.targets or ("*",), [*layers, *(experts if self.targets else ())]
+        allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
         faults = []
         for pattern in self.targets:
@@ -108,13 +139,13 @@ class AdapterSettings:
                     "add it to exclude_modules",
                 )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
-            elif not any(is_named(name, (pattern,)) for name in layers):
+            elif not any(is_named(name, (pattern,)) for name in possible):
                 bound, fix = (
                     f"{pattern!r} names no linear layer of the model",
                     f"write a name such as {next(iter(layers), 'q_proj')}",
                 )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
-        if not found and not faults:
+        if not found and not stacks and not faults:
             bound = "no layer has an adapter, so that nothing would be trained"
             faults.append(
                 Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, "exclude fewer layers")
@@ -123,8 +154,15 @@ class AdapterSettings:
             raise ConfigError(faults)
         return found
 
-    def as_peft(self, adapted: Collection[str], matrices: Iterable[str]) -> dict[str, Any]:
-        """Return the ``adapter_config.json`` of adapters beside some of a model's matrices."""
+    def as_peft(
+        self,
+        adapted: Collection[str],
+        matrices: Iterable[str],
+        stacks: Collection[str] = (),
+        other_stacks: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Return the ``adapter_config.json`` of adapters beside some of a model's matrices, and of its stacks
+        of experts."""
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
         ends -= {name.rpartition(".")[2] for name in rest}
@@ -144,6 +182,7 @@ class AdapterSettings:
             "init_lora_weights": True,
             "modules_to_save": None,
             "use_dora": False,
+            **({"target_parameters": listed(stacks, other_stacks)} if stacks else {}),
         }
 
 
@@ -171,14 +210,18 @@ class FirstFactors:
         settings: of the adapters.
         modules: names of all layers of the model that have one.
         seed: of the matrices A that are drawn.
+        stacks: of experts that have one.
 
     Raises:
         ConfigError: the PEFT directory to go on from has another rank, scale or other layers.
         ConversionError: it is damaged, or no plain LoRA.
     """
 
-    def __init__(self, settings: AdapterSettings, modules: Collection[str], seed: int) -> None:
+    def __init__(
+        self, settings: AdapterSettings, modules: Collection[str], seed: int, stacks: Sequence[Stack] = ()
+    ) -> None:
         self._settings, self._seed = settings, seed
+        self._stacked = StackedFactors(stacks, settings.rank)
         self._source = None if settings.start is None else PeftDirectory(settings.start)
         if self._source is not None:
             self._require_same(self._source, modules)
@@ -187,7 +230,7 @@ class FirstFactors:
         """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]."""
         shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
         if self._source is not None:
-            stored = self._source.read(factor_name(module, letter)).float()
+            stored = self._read(self._source, module, letter).float()
             if tuple(stored.shape) != shape:
                 raise self._refusal(
                     f"{module} has a factor {letter} of shape {list(stored.shape)}, the model asks for "
@@ -207,8 +250,18 @@ class FirstFactors:
         )
         return torch.randn(shape, generator=generator) * deviation
 
+    def _read(self, source: PeftDirectory, module: str, letter: str) -> torch.Tensor:
+        if module not in self._stacked:
+            return source.read(factor_name(module, letter))
+        stored, (rows, columns) = self._stacked.taken(module, letter)
+        return source.read(factor_name(stored, letter))[rows, columns]
+
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
-        wanted = {factor_name(module, letter) for module in modules for letter in "AB"}
+        wanted = {
+            factor_name(module, letter)
+            for module in (*modules, *self._stacked.modules.values())
+            for letter in "AB"
+        }
         stored = set(source.keys())
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
@@ -216,7 +269,7 @@ class FirstFactors:
                 f"it holds other layers: {more[:2]} are only there, {fewer[:2]} only in {KEY} ({len(more)}, "
                 f"{len(fewer)})"
             )
-        for module in modules:
+        for module in (*modules, *self._stacked.modules):
             if source.config.rank_of(module) != self._settings.rank:
                 raise self._refusal(
                     f"{module} has rank {source.config.rank_of(module)} there, and {KEY}.dim is "

@@ -13,12 +13,18 @@ Under sequence parallelism a rank finds the gradient of the whole factor for its
 Such a factor says so (``sequence_parallel``), and Megatron-Core adds these up over the ranks as it does those
 of norms; having no ``tensor_model_parallel`` mark, it counts once in the gradient's norm. Data parallelism,
 the optimizer and checkpoints see the factors alone, because nothing else asks for gradients.
+
+An expert that is cut over ranks gets all tokens on each of them, and what the ranks give is added up behind
+the layer of experts. Its whole factor finds a part of its gradient on each, so these parts are added up, and
+the first of the ranks counts it in the norm.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +47,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from converters.adapters.megatron_adapter import linears
+from converters.adapters.megatron_adapter import PARTS, linears
 from converters.foreign.settings import RUN_CONFIG_FILE
 from converters.mapping.layouts import ShardLayout, shard_layout
-from converters.mapping.rule import Rule
+from converters.mapping.rule import Rule, is_expert
 from converters.mapping.rules import hf_tensors, rule_for
 from converters.model_config.architecture import Architecture
 from megarl.config.adapters import CUT_KINDS
@@ -59,21 +65,28 @@ from megarl.models.engine.adapters import (
     merged,
 )
 from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.stacked_adapters import StackedFactors, stacks_of
 from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
 
 logger = logging.getLogger(__name__)
 # Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-# What Megatron-Bridge's CanonicalLoRA calls the adapters of a fused layer, whose checkpoints the converters
-# read.
-_STORED = {
-    "q_proj": "adapter_q.",
-    "k_proj": "adapter_k.",
-    "v_proj": "adapter_v.",
-    "gate_proj": "adapter_gate.",
-    "up_proj": "adapter_up.",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A matrix A and the matrices B beside it.
+
+    Attributes:
+        module: the layer that A is of, by its Hugging Face name; of a stack of experts the part of one.
+        rows: of B, of all parts.
+        parts: rows of B, by the number of the rule's part that they change.
+    """
+
+    module: str
+    rows: int
+    parts: Mapping[int, slice]
 
 
 class Adapter(nn.Module):
@@ -86,7 +99,7 @@ class Adapter(nn.Module):
         linear: the layer.
         rule: of its weight.
         layout: of this rank's shard of the weight.
-        parts: numbers of those of the rule's parts that have an adapter.
+        pairs: of matrices; those of an expert in a stack share A.
         settings: of all adapters.
         switch: of all adapters.
     """
@@ -96,125 +109,202 @@ class Adapter(nn.Module):
         linear: Any,
         rule: Rule,
         layout: ShardLayout,
-        parts: Sequence[int],
+        pairs: Sequence[Pair],
         settings: AdapterSettings,
         switch: AdapterSwitch,
     ) -> None:
         super().__init__()
         self._settings, self.switch = settings, switch
-        self.is_row = isinstance(linear, RowParallelLinear)
-        self.sequence_parallel, self._group = linear.sequence_parallel, linear.tp_group
-        self.modules_adapted = [rule.parts[part].name.removesuffix(".weight") for part in parts]
-        self._names = [module.rpartition(".")[2] for module in self.modules_adapted]
-        self._is_fused = len(rule.parts) > 1
-        spans = {part: [span for span in layout.spans if span.part == part] for part in parts}
-        self._starts = {part: min(span.start for span in spans[part]) for part in parts}
+        self.is_row, self._of_expert = isinstance(linear, RowParallelLinear), linear.is_expert
+        self.sequence_parallel, self._group = (
+            linear.sequence_parallel and not self._of_expert,
+            linear.tp_group,
+        )
+        self._pairs, self._rule = pairs, rule
+        self._names = {
+            part: rule.parts[part].name.removesuffix(".weight") for pair in pairs for part in pair.parts
+        }
+        spans = {part: [span for span in layout.spans if span.part == part] for part in self._names}
+        self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
         rows = {
             part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
-            for part in parts
+            for part in self._names
         }
-        for part, name in zip(parts, self._names, strict=True):
-            for letter, shape in (
-                ("A", (settings.rank, layout.shape[1])),
-                ("B", (rows[part], settings.rank)),
-            ):
-                self.register_parameter(f"lora_{letter}_{name}", self._new(linear.weight, letter, shape))
-        order = _order_of(layout, parts, rows) if layout.axis == 0 else None
+        for pair in pairs:
+            self._register(linear.weight, _parameter("A", pair.module), (settings.rank, layout.shape[1]))
+            for part in pair.parts:
+                self._register(linear.weight, _parameter("B", self._names[part]), (rows[part], settings.rank))
+        order = _order_of(layout, list(self._names), rows) if layout.axis == 0 else None
+        is_needed = order is not None and not torch.equal(order, torch.arange(len(order)))
         self.register_buffer(
-            "_order", None if order is None else order.to(linear.weight.device), persistent=False
+            "_order",
+            order.to(linear.weight.device) if order is not None and is_needed else None,
+            persistent=False,
         )
 
-    def _new(self, weight: torch.Tensor, letter: str, shape: tuple[int, int]) -> nn.Parameter:
-        parameter = nn.Parameter(weight.new_zeros(shape))
-        is_cut = (letter == "A") == self.is_row
-        set_tensor_model_parallel_attributes(parameter, is_parallel=is_cut, dim=int(letter == "A"), stride=1)
-        setattr(parameter, "sequence_parallel", self.sequence_parallel and not is_cut)  # noqa: B010 - no attribute of a parameter to mypy
-        return parameter
+    def _register(self, weight: torch.Tensor, name: str, shape: tuple[int, int]) -> None:
+        parameter: Any = nn.Parameter(weight.new_zeros(shape))
+        is_cut = ("_A_" in name) == self.is_row
+        counts = self._of_expert and self._group.rank() == 0
+        set_tensor_model_parallel_attributes(
+            parameter, is_parallel=is_cut or counts, dim=int("_A_" in name), stride=1
+        )
+        parameter.sequence_parallel = self.sequence_parallel and not is_cut
+        # as experts themselves, in build: reduced over the ranks that hold the same ones
+        parameter.allreduce = not self._of_expert
+        if self._of_expert and not is_cut and not counts:
+            # Megatron-Core would ask for its place among the ranks that the rest of the model is cut over
+            parameter.shared = True
+        self.register_parameter(name, parameter)
+
+    @property
+    def rank(self) -> int:
+        """Return rows of all matrices A together."""
+        return self._settings.rank * len(self._pairs)
 
     @torch.no_grad()
-    def fill(self, first: FirstFactors, rule: Rule) -> None:
+    def fill(self, first: FirstFactors) -> None:
         """Give the factors the values that they begin with."""
-        by_name = {part.name.removesuffix(".weight"): part for part in rule.parts}
-        group, starts = self._group, list(self._starts.values())
-        for module, name, start in zip(self.modules_adapted, self._names, starts, strict=True):
-            for letter, width in (("A", by_name[module].shape[1]), ("B", by_name[module].shape[0])):
-                own = self.get_parameter(f"lora_{letter}_{name}")
-                whole = first.read(module, letter, width)
-                if letter == "A" and self.is_row:
-                    whole = whole.chunk(group.size(), dim=1)[group.rank()]
-                elif letter == "B" and not self.is_row:
-                    whole = whole[start : start + own.shape[0]]
-                own.copy_(whole)
+        group = self._group
+        for pair in self._pairs:
+            whole = first.read(pair.module, "A", self._rule.parts[0].shape[1])
+            if self.is_row:
+                whole = whole.chunk(group.size(), dim=1)[group.rank()]
+            self.get_parameter(_parameter("A", pair.module)).copy_(whole)
+            whole = first.read(pair.module, "B", pair.rows)
+            for part, rows in pair.parts.items():
+                own = self.get_parameter(_parameter("B", self._names[part]))
+                start = 0 if self.is_row else self._starts[part]
+                own.copy_(whole[rows][start : start + own.shape[0]])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around
         the layer."""
-        share, scaling = self._settings.dropout, self._settings.scaling
-        if self._settings.drops_input:
+        return self.added(inputs, [self], lambda values, weights: F.linear(values, weights[0]))
+
+    def added(
+        self,
+        inputs: torch.Tensor,
+        adapters: Sequence[Adapter],
+        product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what adapters add to the output of their layers.
+
+        Args:
+            inputs: of the layers [..., in].
+            adapters: of layers alike: this one, or those of all experts of this rank.
+            product: of values [..., k] with weights [adapters, n, k].
+        """
+        share, settings, group = self._settings.dropout, self._settings, self._group
+        if settings.drops_input:
             inputs = drop(inputs, share, self)
-        hidden = F.linear(inputs, self.down()) * scaling
-        if self.is_row and self.sequence_parallel:
-            hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
+        hidden = product(inputs, self._down_of(adapters)) * settings.scaling
+        if self._of_expert:
+            pass
+        elif self.is_row and self.sequence_parallel:
+            hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=group)
         elif self.is_row:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, group=self._group)
+            hidden = reduce_from_tensor_model_parallel_region(hidden, group=group)
         elif self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self._group
+                hidden, tensor_parallel_output_grad=True, group=group
             )
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
-        output = F.linear(hidden, self.up())
-        return output if self._settings.drops_input else drop(output, share, self)
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        output = product(hidden, self._up_of(adapters))
+        return output if settings.drops_input else drop(output, share, self)
 
-    def down(self) -> torch.Tensor:
-        """Return the matrices A of all parts, [R, in]."""
-        return torch.cat([self.get_parameter(f"lora_A_{name}") for name in self._names])
+    def _down_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
+        """The matrices A of each adapter, [adapters, R, in]."""
+        names = [_parameter("A", pair.module) for pair in self._pairs]
+        return torch.cat(
+            [_stacked(adapters, name, summed_over=None if self.is_row else self._of_ranks) for name in names],
+            dim=1,
+        )
 
-    def up(self) -> torch.Tensor:
-        """Return the matrices B [out, R], each beside its own part of R, with rows as the layer has them."""
-        ups = [self.get_parameter(f"lora_B_{name}") for name in self._names]
-        if not self._is_fused:
-            return ups[0]
+    def _up_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
+        """The matrices B of each adapter [adapters, out, R], those of a pair in its part of R, with rows as
+        the layer has them."""
+        rank, ups = self._settings.rank, []
+        for place, pair in enumerate(self._pairs):
+            around = (place * rank, self.rank - (place + 1) * rank)
+            for part in pair.parts:
+                name = _parameter("B", self._names[part])
+                ups.append(
+                    F.pad(
+                        _stacked(adapters, name, summed_over=self._of_ranks if self.is_row else None), around
+                    )
+                )
+        order, rows = self._buffers["_order"], torch.cat(ups, dim=1)
         # behind the rows of all parts one of zeros, for the rows of parts without an adapter
-        rows = F.pad(torch.block_diag(*ups), (0, 0, 0, 1))
-        return rows.index_select(0, self.get_buffer("_order"))
+        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(1, order)
+
+    @property
+    def _of_ranks(self) -> Any:
+        """The ranks that an expert is cut over; None for another layer, or where there is one."""
+        return self._group if self._of_expert and self._group.size() > 1 else None
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the layer's weight with the adapters in it."""
-        return merged(weight.detach(), self.up(), self.down(), self._settings.scaling)
+        return merged(
+            weight.detach(), self._up_of([self])[0], self._down_of([self])[0], self._settings.scaling
+        )
 
-    def factors(self) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-        """Yield PEFT's name of each factor, this rank's part of it, and the dimension that it is cut along;
-        None for a whole one."""
-        for module, name in zip(self.modules_adapted, self._names, strict=True):
-            for letter in "AB":
-                cut = (letter == "A") == self.is_row
-                yield (
-                    factor_name(module, letter),
-                    self.get_parameter(f"lora_{letter}_{name}").detach(),
-                    int(letter == "A") if cut else None,
-                )
+    def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
+        """Yield the layer and the letter of each factor, this rank's part of it, and the dimension that it is
+        cut along; None for a whole one."""
+        for pair in self._pairs:
+            modules = [("A", pair.module), *(("B", self._names[part]) for part in pair.parts)]
+            for letter, module in modules:
+                cut = int(letter == "A") if (letter == "A") == self.is_row else None
+                yield module, letter, self.get_parameter(_parameter(letter, module)).detach(), cut
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """As Megatron-Core's modules; keys in the checkpoint are those of Megatron-Bridge's CanonicalLoRA."""
         state: dict[str, Any] = {}
-        for name in self._names:
-            for letter, side in (("A", "linear_in"), ("B", "linear_out")):
-                stored = f"{_STORED.get(name, '') if self._is_fused else ''}{side}.weight"
-                axis = {stored: int(letter == "A")} if (letter == "A") == self.is_row else {}
-                own = f"lora_{letter}_{name}"
+        for pair in self._pairs:
+            alone = next(iter(pair.parts)) if len(pair.parts) == 1 else None
+            stored = [("A", pair.module, f"{self._stored(alone)}linear_in.weight")]
+            stored += [
+                ("B", self._names[part], f"{self._stored(part)}linear_out.weight") for part in pair.parts
+            ]
+            for letter, module, key in stored:
+                axis = {key: int(letter == "A")} if (letter == "A") == self.is_row else {}
+                own = _parameter(letter, module)
                 sharded = make_sharded_tensors_for_checkpoint(
-                    {stored: self.get_parameter(own)},
+                    {key: self.get_parameter(own)},
                     prefix,
                     axis,
                     sharded_offsets,
                     tp_group=self._group,
                     dp_cp_group=metadata["dp_cp_group"],
                 )
-                state[f"{prefix}{own}"] = sharded[f"{prefix}{stored}"]
+                state[f"{prefix}{own}"] = sharded[f"{prefix}{key}"]
         return state
+
+    def _stored(self, part: int | None) -> str:
+        """What CanonicalLoRA calls a part of a fused layer; nothing for all of it, or in another layer."""
+        return f"{PARTS[self._rule.kind][part]}." if part is not None and self._rule.kind in PARTS else ""
+
+
+def _parameter(letter: str, module: str) -> str:
+    return f"lora_{letter}_{module.rpartition('.')[2]}"
+
+
+def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.Tensor:
+    """Parameters of one name as one tensor [adapters, ...], whose gradient is added up over some ranks."""
+    parameters = (
+        torch.stack([adapter.get_parameter(name) for adapter in adapters])
+        if len(adapters) > 1
+        else adapters[0].get_parameter(name)[None]
+    )
+    return (
+        parameters
+        if summed_over is None
+        else copy_to_tensor_model_parallel_region(parameters, group=summed_over)
+    )
 
 
 def _order_of(layout: ShardLayout, parts: Sequence[int], rows: Mapping[int, int]) -> torch.Tensor:
@@ -285,13 +375,22 @@ class Adapters:
     ) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         self._architecture, self._groups, self._experts = architecture, groups, experts
-        rules = [rule for rule in linears(architecture) if rule.kind in CUT_KINDS]
-        layers = [part.name.removesuffix(".weight") for rule in rules for part in rule.parts]
-        matrices = [tensor.name for tensor in hf_tensors(architecture) if len(tensor.shape) == 2]
-        others = sorted({name.removesuffix(".weight") for name in matrices} - set(layers))
-        self.adapted = settings.chosen(layers, others)
-        self._matrices = [*layers, *others]
-        self._first = FirstFactors(settings, self.adapted, seed)
+        layers, of_experts = (_modules(linears(architecture, of_experts=kind)) for kind in (False, True))
+        stacks = stacks_of(architecture)
+        chosen = settings.chosen_stacks(stacks)
+        self._in_stack = {module: stack for stack in chosen for module in stack.places}
+        apart = [module for module in of_experts if module not in self._in_stack]
+        matrices = {
+            tensor.name.removesuffix(".weight")
+            for tensor in hf_tensors(architecture)
+            if len(tensor.shape) == 2
+        }
+        others = sorted(matrices - {*layers, *of_experts})
+        self.adapted = settings.chosen(layers, others, apart, chosen)
+        _refuse_some_experts(self.adapted, apart, settings)
+        self._matrices, self._stacks = [*layers, *apart, *others], chosen
+        self._other_stacks = [stack.name for stack in stacks if stack not in chosen]
+        self._first = FirstFactors(settings, self.adapted, seed, chosen)
         self._by_weight: dict[str, Adapter] = {}
 
     def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
@@ -308,13 +407,9 @@ class Adapters:
                 if not name.endswith(".weight"):
                     continue
                 rule = rule_for(name, self._architecture)
-                parts = [
-                    number
-                    for number, part in enumerate(rule.parts)
-                    if part.name.removesuffix(".weight") in chosen
-                ]
-                if parts:
-                    adapter = self._beside(chunk.get_submodule(local.removesuffix(".weight")), rule, parts)
+                pairs = self._pairs_of(rule, chosen)
+                if pairs:
+                    adapter = self._beside(chunk.get_submodule(local.removesuffix(".weight")), rule, pairs)
                     self._by_weight[rule.megatron_name] = adapter
                     found += 1
             idle = idle or not found
@@ -322,12 +417,25 @@ class Adapters:
                 chunk.embedding.register_forward_hook(_begin_gradients)
         self._refuse_idle(idle)
 
-    def _beside(self, linear: Any, rule: Rule, parts: Sequence[int]) -> Adapter:
-        layout = shard_layout(
-            rule, self._architecture.head_dim, self._groups.tensor_rank, self._groups.tensor_size, 0
-        )
-        adapter = Adapter(linear, rule, layout, parts, self.settings, self.switch)
-        adapter.fill(self._first, rule)
+    def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
+        pairs: dict[str, Pair] = {}
+        for number, part in enumerate(rule.parts):
+            module = part.name.removesuffix(".weight")
+            stack = self._in_stack.get(module)
+            if stack is not None:
+                expert, rows = stack.places[module]
+                name = stack.of_expert(expert)
+                before = pairs[name].parts if name in pairs else {}
+                pairs[name] = Pair(name, stack.rows, {**before, number: rows})
+            elif module in chosen:
+                pairs[module] = Pair(module, part.shape[0], {number: slice(None)})
+        return list(pairs.values())
+
+    def _beside(self, linear: Any, rule: Rule, pairs: Sequence[Pair]) -> Adapter:
+        cut = self._experts if linear.is_expert else self._groups
+        layout = shard_layout(rule, self._architecture.head_dim, cut.tensor_rank, cut.tensor_size, 0)
+        adapter = Adapter(linear, rule, layout, pairs, self.settings, self.switch)
+        adapter.fill(self._first)
         # the class and not a wrapper: names, types and attributes of the layer stay what Megatron-Core
         # expects
         linear.__class__ = AdaptedRowLinear if isinstance(linear, RowParallelLinear) else AdaptedColumnLinear
@@ -356,7 +464,9 @@ class Adapters:
 
     def as_peft(self) -> dict[str, Any]:
         """Return PEFT's config of the adapters."""
-        return self.settings.as_peft(self.adapted, self._matrices)
+        return self.settings.as_peft(
+            self.adapted, self._matrices, [stack.name for stack in self._stacks], self._other_stacks
+        )
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT's names and whole factors, those of one pipeline stage after the other. A collective over the
@@ -370,26 +480,38 @@ class Adapters:
                 "PEFT may take the adapters of MLPs beside experts for those of experts: load the merged "
                 "model instead"
             )
-        own = [factor for adapter in self._by_weight.values() for factor in adapter.factors()]
-        listing = [(name, tuple(tensor.shape), cut) for name, tensor, cut in own]
-        groups = self._groups
-        stages: list[Any] = [listing]
-        if groups.pipeline_size > 1:
-            stages = [None] * groups.pipeline_size
-            dist.all_gather_object(stages, listing, group=groups.pipeline)
-        like = next(iter(own))[1]
-        held = {name: tensor for name, tensor, _ in own}
-        for stage, names in enumerate(stages):
-            for name, shape, cut in names:
-                sizes = [size * (groups.tensor_size if axis == cut else 1) for axis, size in enumerate(shape)]
-                whole = like.new_empty(sizes)
-                if stage == groups.pipeline_rank:
-                    whole = _joined(held[name], cut, groups)
-                if groups.pipeline_size > 1:
+        for module, letter, factor in StackedFactors(self._stacks, self.settings.rank).joined(self._whole()):
+            yield factor_name(module, letter), factor
+
+    def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Layers, letters and whole factors, of experts one after another."""
+        own = [(name, *factor) for name, adapter in self._by_weight.items() for factor in adapter.factors()]
+        listing = [
+            (is_expert(name), module, letter, tuple(tensor.shape), cut)
+            for name, module, letter, tensor, cut in own
+        ]
+        of_ranks = _listed(listing, self._experts.model)
+        stages: list[Any] = _listed(of_ranks, self._groups.pipeline)
+        like = own[0][3]
+        for stage, listings in enumerate(stages):
+            for place, (of_experts, _, letter, shape, cut) in enumerate(listings[0]):
+                modules = [each[place][1] for each in (listings if of_experts else listings[:1])]
+                group = self._experts.tensor if of_experts else self._groups.tensor
+                sizes = [
+                    size * (dist.get_world_size(group) if axis == cut else 1)
+                    for axis, size in enumerate(shape)
+                ]
+                whole = like.new_empty((len(modules), *sizes))
+                if stage == self._groups.pipeline_rank:
+                    part = _joined(own[place][3], cut, group)
+                    whole.copy_(_together(part, self._experts.model) if of_experts else part)
+                if self._groups.pipeline_size > 1:
                     dist.broadcast(
-                        whole, src=dist.get_global_rank(groups.pipeline, stage), group=groups.pipeline
+                        whole,
+                        src=dist.get_global_rank(self._groups.pipeline, stage),
+                        group=self._groups.pipeline,
                     )
-                yield name, whole
+                yield from ((module, letter, factor) for module, factor in zip(modules, whole, strict=True))
 
     def write_run_config(self, directory: Path) -> None:
         """Say the scale in the form of Megatron-Bridge, for ``megarl convert adapter``."""
@@ -420,13 +542,53 @@ class _Exported(Mapping[str, torch.Tensor]):
         return len(self._held)
 
 
-def _joined(part: torch.Tensor, cut: int | None, groups: ParallelGroups) -> torch.Tensor:
-    """Return a whole factor from the parts of the tensor-parallel ranks."""
-    if cut is None or groups.tensor_size == 1:
-        return part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(groups.tensor_size)]
-    dist.all_gather(parts, part.contiguous(), group=groups.tensor)
-    return torch.cat(parts, dim=cut)
+def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a whole factor from the parts of the ranks that it is cut over."""
+    return part if cut is None else torch.cat(list(_together(part, group)), dim=cut)
+
+
+def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks of a group, a dimension more in front."""
+    whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(whole), tensor.contiguous(), group=group)
+    return whole
+
+
+def _listed(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    found = [own] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def _modules(rules: Iterable[Rule]) -> list[str]:
+    """Names of the layers that may have an adapter."""
+    return [
+        part.name.removesuffix(".weight") for rule in rules if rule.kind in CUT_KINDS for part in rule.parts
+    ]
+
+
+def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settings: AdapterSettings) -> None:
+    """Refuse what gives some experts of a layer an adapter and others none: ranks that share experts would
+    train different things."""
+    of_layer: dict[str, list[str]] = {}
+    for module in experts:
+        of_layer.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", module), []).append(module)
+    adapted = set(chosen)
+    for name, modules in of_layer.items():
+        found = [module for module in modules if module in adapted]
+        if 0 < len(found) < len(modules):
+            bound = f"it gives {found[0]} an adapter, and not all of {name}"
+            raise ConfigError(
+                [
+                    Violation(
+                        f"{KEY}.target_modules",
+                        list(settings.targets),
+                        bound,
+                        f"write {name}, for all experts",
+                    )
+                ]
+            )
 
 
 def _begin_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ biases and the gradient's norm, which are summed up in another order. On a GPU i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megarl.distributed.device import sent_to
+from megarl.models.megatron.hf_state import ADAPTER
 
 # in torch since 2.10; before, where it was there at all, for one type and without gradients
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
@@ -58,7 +60,11 @@ class GroupedExperts(SequentialMLP):
         experts: Any = self._modules["local_experts"]
         self.local_experts: Any = _FromLast(list(experts))
         self._linears = linears_of(self)
-        self._can_group = can_group(self._linears) and not self.config.moe_apply_probs_on_input
+
+    @functools.cached_property
+    def _can_group(self) -> bool:
+        # asked for at the first pass, when the layers have their adapters
+        return can_group(self._linears) and not self.config.moe_apply_probs_on_input
 
     def forward(
         self,
@@ -98,7 +104,10 @@ def linears_of(experts: SequentialMLP) -> Linears:
 def can_group(linears: Linears) -> bool:
     """Return whether torch has a grouped product for several experts of these widths."""
     first, last = (of_layer[0].weight for of_layer in linears)
-    aligned = all(width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape))
+    ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
+    aligned = all(
+        width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape, *ranks)
+    )
     return grouped_mm is not None and aligned and len(linears[0]) > 1
 
 
@@ -151,17 +160,25 @@ class _GroupedLinear(torch.nn.Module):
         self._weights = [linear.weight for linear in linears]
         # Transformer Engine's layers without a bias have an empty one
         self._biases = [linear.bias for linear in linears if linear.bias is not None and linear.bias.numel()]
+        adapters = [linear.adapter for linear in linears if hasattr(linear, ADAPTER)]
+        self._adapters = adapters if adapters and adapters[0].switch.is_on else []
         self._limits, self._adds_bias = limits, adds_bias
         self.bias: torch.Tensor | None = None
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        product: torch.Tensor = _Product.apply(tokens, self._limits, *self._weights)  # type: ignore[no-untyped-call]
+        product = self._product(tokens, self._weights)
+        if self._adapters:
+            product = product + self._adapters[0].added(tokens, self._adapters, self._product)
         if self._biases:
             of_tokens: torch.Tensor = _OfTokens.apply(self._limits, tokens.shape[0], *self._biases)  # type: ignore[no-untyped-call]
             if self._adds_bias:
                 return product + of_tokens, None
             self.bias = of_tokens
         return product, None
+
+    def _product(self, tokens: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(tokens, self._limits, *weights)  # type: ignore[no-untyped-call]
+        return product
 
 
 class _Product(torch.autograd.Function):

@@ -1,0 +1,152 @@
+"""Adapters of the parameters in which transformers holds the matrices of all experts of a layer, as PEFT has
+them (``target_parameters``).
+
+A stack [E, m, n] has one pair of matrices. Of A [E r, n] an expert has r rows that follow one another, of B
+[m, E r] every E-th column. Where a stack holds several matrices of an expert (gate and up), these share A,
+and each has its rows of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from converters.adapters.lora import expert_stacks
+from converters.mapping.rules import hf_tensors
+from converters.model_config.architecture import Architecture
+from megarl.config.adapters import stack_of
+
+# PEFT wraps a module once for each of its parameters, and the wrapper of the last one is the outermost.
+_WRAPPER = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of the matrices of all experts of a layer.
+
+    Attributes:
+        name: in transformers' model.
+        experts: E.
+        rows: m, of all matrices of an expert.
+        places: expert and rows of each matrix, by the name that it has by itself.
+    """
+
+    name: str
+    experts: int
+    rows: int
+    places: Mapping[str, tuple[int, slice]]
+
+    @property
+    def block(self) -> str:
+        """Return the module that has the parameter."""
+        return self.name.rpartition(".")[0]
+
+    def of_expert(self, expert: int) -> str:
+        """Return what an expert's part of it is called here."""
+        block, _, leaf = self.name.rpartition(".")
+        return f"{block}.{expert}.{leaf}"
+
+
+def stacks_of(architecture: Architecture) -> list[Stack]:
+    """Return all stacks of a model, in the order of its parameters."""
+    stacks = []
+    for name, members in expert_stacks({tensor.name: tensor for tensor in hf_tensors(architecture)}).items():
+        if stack_of(members[0][0]) != name:
+            continue
+        places = {
+            tensor.name.removesuffix(".weight"): (
+                place.index or 0,
+                slice(place.start, place.start + tensor.shape[0] * place.step, place.step),
+            )
+            for tensor, place in members
+        }
+        _, place = members[0]
+        stacks.append(Stack(name, place.shape[0], place.shape[2 if place.transposed else 1], places))
+    return stacks
+
+
+def peft_modules(stacks: Sequence[Stack]) -> dict[str, str]:
+    """Return PEFT's name of the module that has the factors of each stack, by the stack's name."""
+    found = {}
+    for place, stack in enumerate(stacks):
+        outside = sum(other.block == stack.block for other in stacks[place + 1 :])
+        found[stack.name] = stack.block + outside * _WRAPPER
+    return found
+
+
+class StackedFactors:
+    """The factors of stacks, taken apart by expert and put together again.
+
+    Args:
+        stacks: that have adapters.
+        rank: of each.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], rank: int) -> None:
+        self.stacks, self.modules, self._rank = stacks, peft_modules(stacks), rank
+        self._experts = {
+            stack.of_expert(expert): (stack, expert) for stack in stacks for expert in range(stack.experts)
+        }
+
+    def __contains__(self, module: str) -> bool:
+        """Return whether this is an expert's part of a stack."""
+        return module in self._experts
+
+    def taken(self, module: str, letter: str) -> tuple[str, tuple[slice, slice]]:
+        """Return the module of PEFT that has an expert's factor, and where the factor is in that of all."""
+        stack, expert = self._experts[module]
+        rows = slice(expert * self._rank, (expert + 1) * self._rank)
+        return self.modules[stack.name], (rows, slice(None)) if letter == "A" else (
+            slice(None),
+            slice(expert, None, stack.experts),
+        )
+
+    def joined(
+        self, factors: Iterable[tuple[str, str, torch.Tensor]]
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Put factors of experts together.
+
+        Args:
+            factors: module, letter and factor; of a stack A by ``of_expert``, and B by the matrix.
+
+        Yields:
+            The same of PEFT; of a stack once the last of it has come.
+        """
+        wanted = {
+            (module, "A"): (stack, expert, slice(None)) for module, (stack, expert) in self._experts.items()
+        }
+        wanted |= {
+            (module, "B"): (stack, *place) for stack in self.stacks for module, place in stack.places.items()
+        }
+        begun: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
+        for module, letter, factor in factors:
+            if (module, letter) not in wanted:
+                yield module, letter, factor
+                continue
+            stack, expert, rows = wanted[module, letter]
+            key, ranks = (stack.name, letter), stack.experts * self._rank
+            shape = (ranks, factor.shape[1]) if letter == "A" else (stack.rows, ranks)
+            if key not in begun:
+                begun[key] = factor.new_empty(shape), stack.experts if letter == "A" else len(stack.places)
+            whole, missing = begun.pop(key)
+            if letter == "A":
+                whole[expert * self._rank : (expert + 1) * self._rank] = factor
+            else:
+                whole[rows, expert :: stack.experts] = factor
+            if missing > 1:
+                begun[key] = whole, missing - 1
+            else:
+                yield self.modules[stack.name], letter, whole
+
+
+def listed(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return parameters as PEFT's config lists them: by module and name where all that end so are among them,
+    otherwise whole."""
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-2:])
+
+    unlike = {end(name) for name in others}
+    return sorted({end(name) if end(name) not in unlike else name for name in names})
