@@ -7,10 +7,11 @@ import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
 from megarl.config.nested import at
-from megarl.config.parameters import rules_of_layer
+from megarl.config.parameters import rules_of_layer, vocabulary_rules
 from megarl.config.policy import PeftConfig, PolicyConfig
 
 _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -84,6 +85,21 @@ def adapter_parameters(
         elif expert_index(rule.megatron_name) == 0:
             total += number * _parameters(section, rule, expert_tensor)
     return total
+
+
+def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor: int = 1) -> tuple[int, int]:
+    """Return parameters of the adapters of embedding and output layer on one of ``tensor`` ranks that share
+    each."""
+    targets, excluded = section["target_modules"], section["exclude_modules"]
+    found = {"embed": 0, "lm": 0}
+    for rule in vocabulary_rules(facts):
+        [(name, (rows, columns))] = [(part.name.removesuffix(".weight"), part.shape) for part in rule.parts]
+        if is_named(name, targets) and not is_named(name, excluded):
+            padded = padded_vocab_size(rows, tensor)
+            found["embed" if rule.megatron_name.startswith("embedding.") else "lm"] = section["dim"] * (
+                padded // tensor + columns
+            )
+    return found["embed"], found["lm"]
 
 
 def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:

@@ -20,7 +20,7 @@ from megarl.config.activations import (
     operations,
     sparse_layer_activation_bytes,
 )
-from megarl.config.adapters import adapter_parameters, adapters_of
+from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_adapter_parameters
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
@@ -172,8 +172,10 @@ def _stage_memory(
     if adapters is not None:
         first = sum(layers[:stage])
         numbers, held = range(first, first + layers[stage]), (facts.num_experts // expert, expert_tensor)
-        shared = adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
-        trained_parameters = adapter_parameters(adapters, facts, numbers, layout.tensor, held)
+        embedding, output = vocabulary_adapter_parameters(adapters, facts, layout.tensor)
+        outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
+        shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
+        trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:

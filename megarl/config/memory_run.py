@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.adapters import adapter_parameters, adapters_of
+from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_adapter_parameters
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
@@ -181,11 +181,10 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
     float32 copies of them; the torch backends write float32 weights.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
-    parameters = (
-        model_parameters(facts)
-        if adapters is None
-        else adapter_parameters(adapters, facts, range(facts.num_layers))
-    )
+    parameters = model_parameters(facts)
+    if adapters is not None:
+        outside = vocabulary_adapter_parameters(adapters, facts)
+        parameters = adapter_parameters(adapters, facts, range(facts.num_layers)) + sum(outside)
     if enabled_backend(policy) != "megatron":
         return parameters * (4 + 2 * 4)
     optimizer = policy["megatron_cfg"]["optimizer"]

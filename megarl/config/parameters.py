@@ -141,6 +141,11 @@ def _family(facts: ModelFacts) -> Family:
     return FAMILIES.get(facts.family, USUAL)
 
 
+def vocabulary_rules(facts: ModelFacts) -> list[Rule]:
+    """Return the rules of embedding and output layer, of these that are matrices of their own."""
+    return [rule for rule in _model_rules(facts) if rule.kind is Kind.VOCAB and rule.emits]
+
+
 def _model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     return head_rules(_family(facts).model_rules(facts), facts)
 

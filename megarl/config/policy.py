@@ -636,9 +636,9 @@ class PeftConfig(TypedDict):
                 "(``q_proj``), names with ``*``, or "
                 "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An "
                 "empty list is all linear layers of "
-                "attention and dense MLPs. Experts that a name fits (``*.experts.*.down_proj``) have an "
-                "adapter each. Embedding and output "
-                "layer have none yet.",
+                "attention and dense MLPs. On Megatron, experts that a name fits "
+                "(``*.experts.*.down_proj``) have an adapter each, and so "
+                "have ``embed_tokens`` and ``lm_head`` where they are not tied.",
                 default=[],
             ),
         ]

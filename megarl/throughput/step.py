@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.adapters import adapter_parameters, adapters_of
+from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_adapter_parameters
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
 from megarl.observe.timing import (
@@ -74,7 +74,8 @@ class StepThroughput:
         adapters = None
         if peft is not None and facts is not None:
             taken = 0 if facts.mixture is None else facts.mixture.experts_per_token
-            adapters = adapter_parameters(peft, facts, range(facts.num_layers), experts=(taken, 1))
+            _, output = vocabulary_adapter_parameters(peft, facts)
+            adapters = adapter_parameters(peft, facts, range(facts.num_layers), experts=(taken, 1)) + output
         if backend == "megatron":
             megatron = policy["megatron_cfg"]
             parts = (

@@ -47,6 +47,8 @@ class ExpertsApart(torch.nn.ModuleList):
 def load(model: Path, *, apart: bool = False) -> torch.nn.Module:
     """The base, with its stacks of experts or each expert ``apart``."""
     base: Any = mixtures.load(model)
+    # of a padding token that is part of a sequence transformers would keep the gradient back
+    base.model.embed_tokens.padding_idx = None
     if apart:
         # PEFT changes names of experts by this
         base.config.model_type = "apart"
@@ -99,7 +101,7 @@ def trained_by_peft(
     ]
     measured = [trainer.step(batch, loss_fn) for batch in exact]
     factors = {
-        name.replace(".default.", "."): parameter.detach().clone()
+        name.replace(".default", ""): parameter.detach().clone()
         for name, parameter in trainer.model.named_parameters()
         if "lora_" in name
     }

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from converters.command import main
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.checkpoint.restricted import read_plain_index
-from megarl.config.adapters import adapter_parameters
+from megarl.config.adapters import adapter_parameters, vocabulary_adapter_parameters
 from megarl.config.backend import enabled_backend
 from megarl.config.defaults import complete_policy
 from megarl.config.model_facts import read_model_facts
@@ -140,10 +140,10 @@ def check_trained(
             facts.num_experts // megatron["expert_model_parallel_size"],
             megatron["expert_tensor_parallel_size"],
         )
+        tensor = megatron["tensor_model_parallel_size"]
+        outside = vocabulary_adapter_parameters(section, facts, tensor)
         assert counts == {
-            adapter_parameters(
-                section, facts, range(facts.num_layers), megatron["tensor_model_parallel_size"], experts
-            )
+            adapter_parameters(section, facts, range(facts.num_layers), tensor, experts) + sum(outside)
         }
 
 

@@ -30,6 +30,7 @@ from megarl.models.engine.stacked_adapters import Stack, StackedFactors, listed
 
 KEY = "policy.peft"
 ADAPTER_DIRECTORY = "adapter"
+_BASE = ".base_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,22 @@ class AdapterSettings:
         self,
         layers: Collection[str],
         others: Collection[str],
-        experts: Collection[str] = (),
+        named: Collection[str] = (),
         stacks: Sequence[Stack] = (),
     ) -> list[str]:
         """Return the layers that have an adapter.
 
         Args:
             layers: names of all that may have one.
-            others: names of the matrices that cannot: routers, embedding, output layer.
-            experts: names of the layers of experts, which have one where a pattern names them.
+            others: names of the matrices that cannot: routers.
+            named: names of the layers that have one where a pattern names them alone: of experts, embedding,
+                output layer.
             stacks: of ``chosen_stacks``.
 
         Raises:
             ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
         """
-        targets, possible = self.targets or ("*",), [*layers, *(experts if self.targets else ())]
+        targets, possible = self.targets or ("*",), [*layers, *(named if self.targets else ())]
         allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
         faults = []
@@ -227,7 +229,8 @@ class FirstFactors:
             self._require_same(self._source, modules)
 
     def read(self, module: str, letter: str, width: int) -> torch.Tensor:
-        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]."""
+        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]. Of a
+        new adapter B is zero, of an embedding's A, and B normal."""
         shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
         if self._source is not None:
             stored = self._read(self._source, module, letter).float()
@@ -237,10 +240,12 @@ class FirstFactors:
                     f"{list(shape)}"
                 )
             return stored
-        if letter == "B":
+        if letter == ("A" if is_embedding(module) else "B"):
             return torch.zeros(shape)
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        if letter == "B":
+            return torch.randn(shape, generator=generator)
         if self._settings.init == "kaiming":
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
         deviation = (
@@ -249,6 +254,12 @@ class FirstFactors:
             else 1 / self._settings.rank
         )
         return torch.randn(shape, generator=generator) * deviation
+
+    def base_of(self, module: str) -> torch.Tensor | None:
+        """Return the weight of the base that the adapter to go on from has with it, as PEFT keeps those of
+        embedding and output layer."""
+        name = f"{PEFT_PREFIX}{module}{_BASE}"
+        return self._source.read(name) if self._source is not None and name in self._source.keys() else None  # noqa: SIM118 - no mapping
 
     def _read(self, source: PeftDirectory, module: str, letter: str) -> torch.Tensor:
         if module not in self._stacked:
@@ -262,7 +273,7 @@ class FirstFactors:
             for module in (*modules, *self._stacked.modules.values())
             for letter in "AB"
         }
-        stored = set(source.keys())
+        stored = {name for name in source.keys() if not name.endswith(_BASE)}  # noqa: SIM118 - no mapping
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
             raise self._refusal(
@@ -288,7 +299,14 @@ class FirstFactors:
 
 def factor_name(module: str, letter: str) -> str:
     """Return what PEFT calls a factor in its files."""
+    if is_embedding(module):
+        return f"{PEFT_PREFIX}{module}.lora_embedding_{letter}"
     return f"{PEFT_PREFIX}{module}.lora_{letter}.weight"
+
+
+def is_embedding(module: str) -> bool:
+    """Return whether a layer is the embedding of tokens, by its name."""
+    return module.endswith("embed_tokens")
 
 
 def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:

@@ -75,7 +75,13 @@ class Request:
             index = index % length * count + index // length
         return hidden.flatten(0, 1).index_select(0, index)
 
-    def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def output(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """[1, k, V] logits of ``rows`` [k, h]; or with a chunk size, in float32, [1, k, 1] log-probabilities,
         with entropies behind them, and with those of K further tokens behind both. Differentiable.
 
@@ -84,12 +90,17 @@ class Request:
                 over these ranks.
             weight: [V, h], this rank's.
             bias: [V], or None.
+            low_rank: what an adapter's A made of ``rows`` [k, r], and its B [V, r] of this rank; None without
+                an adapter.
         """
         if self.chunk_size is None:
-            return F.linear(rows, weight, bias)[None]
+            logits = F.linear(rows, weight, bias)
+            return (logits if low_rank is None else logits + F.linear(*low_rank))[None]
         if self.largest:
             self.further = self.targets.new_empty(len(rows), self.largest)
-        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self)[None]  # type: ignore[no-untyped-call]
+        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self, *(low_rank or (None, None)))[
+            None
+        ]  # type: ignore[no-untyped-call]
         # By address: Megatron may hand the output through scaling or a gather, and log-probabilities must not
         # be taken for logits.
         self._answer = answer.data_ptr(), answer.shape
@@ -220,31 +231,40 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: Request
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        request: Request,
+        inner: torch.Tensor | None,
+        up: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, inner, up)
         ctx.request = request
         ctx.sums = []
         columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
         values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)
         for chunk in _chunks(len(hidden), request):
-            values[chunk], sums = request.of_chunk(chunk, F.linear(hidden[chunk], weight, bias))
+            values[chunk], sums = request.of_chunk(chunk, _logits(hidden, weight, bias, inner, up, chunk))
             ctx.sums.append(sums)
         return values
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        hidden, weight, bias = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, inner, up = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if wants_bias else None
+        of_inner = None if inner is None else torch.empty_like(inner)
+        of_up = None if up is None else torch.zeros_like(up, dtype=_sum_dtype(up))
         for chunk, sums in zip(_chunks(len(hidden), ctx.request), ctx.sums, strict=True):
             gradient = ctx.request.gradient_of_chunk(
-                chunk, F.linear(hidden[chunk], weight, bias), sums, grad_output[chunk]
+                chunk, _logits(hidden, weight, bias, inner, up, chunk), sums, grad_output[chunk]
             )
+            if of_inner is not None and of_up is not None:
+                torch.mm(gradient, up, out=of_inner[chunk])
+                _add_product(of_up, gradient.t(), inner[chunk])
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[chunk])
             if of_weight is not None:
@@ -256,7 +276,22 @@ class _ChunkedScores(torch.autograd.Function):
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
             None,
+            of_inner,
+            None if of_up is None else of_up.to(up.dtype),
         )
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    up: torch.Tensor | None,
+    chunk: slice,
+) -> torch.Tensor:
+    """[c, V] of a chunk of positions."""
+    logits = F.linear(hidden[chunk], weight, bias)
+    return logits if inner is None or up is None else logits + F.linear(inner[chunk], up)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

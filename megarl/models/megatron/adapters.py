@@ -36,11 +36,13 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -50,10 +52,10 @@ from torch import nn
 from converters.adapters.megatron_adapter import PARTS, linears
 from converters.foreign.settings import RUN_CONFIG_FILE
 from converters.mapping.layouts import ShardLayout, shard_layout
-from converters.mapping.rule import Rule, is_expert
-from converters.mapping.rules import hf_tensors, rule_for
+from converters.mapping.rule import Kind, Rule, is_expert
+from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.model_config.architecture import Architecture
-from megarl.config.adapters import CUT_KINDS
+from megarl.config.adapters import CUT_KINDS, is_named
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
     KEY,
@@ -62,12 +64,14 @@ from megarl.models.engine.adapters import (
     FirstFactors,
     drop,
     factor_name,
+    is_embedding,
     merged,
 )
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.stacked_adapters import StackedFactors, stacks_of
 from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
+from megarl.models.megatron.vocabulary_adapters import AdaptedEmbedding, EmbeddingAdapter
 
 logger = logging.getLogger(__name__)
 # Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand.
@@ -125,21 +129,27 @@ class Adapter(nn.Module):
             part: rule.parts[part].name.removesuffix(".weight") for pair in pairs for part in pair.parts
         }
         spans = {part: [span for span in layout.spans if span.part == part] for part in self._names}
-        self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
-        rows = {
-            part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
-            for part in self._names
-        }
+        if rule.kind is Kind.VOCAB:
+            # with the rows behind the vocabulary, of which a rank may have nothing else
+            self._starts, rows = {0: linear.tp_group.rank() * layout.shape[0]}, {0: layout.shape[0]}
+        else:
+            self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
+            rows = {
+                part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
+                for part in self._names
+            }
         for pair in pairs:
             self._register(linear.weight, _parameter("A", pair.module), (settings.rank, layout.shape[1]))
             for part in pair.parts:
                 self._register(linear.weight, _parameter("B", self._names[part]), (rows[part], settings.rank))
-        order = _order_of(layout, list(self._names), rows) if layout.axis == 0 else None
-        is_needed = order is not None and not torch.equal(order, torch.arange(len(order)))
+        order = (
+            _order_of(layout, list(self._names), rows)
+            if len(rule.parts) > 1
+            else torch.arange(layout.shape[0])
+        )
+        is_needed = not torch.equal(order, torch.arange(len(order)))
         self.register_buffer(
-            "_order",
-            order.to(linear.weight.device) if order is not None and is_needed else None,
-            persistent=False,
+            "_order", order.to(linear.weight.device) if is_needed else None, persistent=False
         )
 
     def _register(self, weight: torch.Tensor, name: str, shape: tuple[int, int]) -> None:
@@ -175,7 +185,8 @@ class Adapter(nn.Module):
             for part, rows in pair.parts.items():
                 own = self.get_parameter(_parameter("B", self._names[part]))
                 start = 0 if self.is_row else self._starts[part]
-                own.copy_(whole[rows][start : start + own.shape[0]])
+                values = whole[rows][start : start + own.shape[0]]
+                own[: len(values)].copy_(values)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around
@@ -195,24 +206,35 @@ class Adapter(nn.Module):
             adapters: of layers alike: this one, or those of all experts of this rank.
             product: of values [..., k] with weights [adapters, n, k].
         """
-        share, settings, group = self._settings.dropout, self._settings, self._group
+        share, settings = self._settings.dropout, self._settings
         if settings.drops_input:
             inputs = drop(inputs, share, self)
         hidden = product(inputs, self._down_of(adapters)) * settings.scaling
-        if self._of_expert:
-            pass
-        elif self.is_row and self.sequence_parallel:
-            hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=group)
-        elif self.is_row:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, group=group)
-        elif self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=group
-            )
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        output = product(hidden, self._up_of(adapters))
+        output = product(hidden if self._of_expert else self._between(hidden), self._up_of(adapters))
         return output if settings.drops_input else drop(output, share, self)
+
+    def inner(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what lies between the factors, whole on every rank of a column-parallel layer."""
+        hidden = (
+            F.linear(drop(inputs, self._settings.dropout, self), self._down_of([self])[0])
+            * self._settings.scaling
+        )
+        return self._between(hidden)
+
+    def up(self) -> torch.Tensor:
+        """Return B of this rank, [rows of the layer, R]."""
+        return self._up_of([self])[0]
+
+    def _between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Bring what A gave to where B needs it."""
+        group = self._group
+        if self.is_row and self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
+        if self.is_row:
+            return reduce_from_tensor_model_parallel_region(hidden, group=group)
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return copy_to_tensor_model_parallel_region(hidden, group=group)
 
     def _down_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
         """The matrices A of each adapter, [adapters, R, in]."""
@@ -281,6 +303,8 @@ class Adapter(nn.Module):
                     tp_group=self._group,
                     dp_cp_group=metadata["dp_cp_group"],
                 )
+                # layouts pad the vocabulary each as it needs
+                sharded[f"{prefix}{key}"].allow_shape_mismatch = self._rule.kind is Kind.VOCAB
                 state[f"{prefix}{own}"] = sharded[f"{prefix}{key}"]
         return state
 
@@ -328,19 +352,26 @@ class _Adapted:
     """A parallel linear layer with an adapter; in a checkpoint it has the adapter alone."""
 
     adapter: Adapter
+    tp_group: dist.ProcessGroup
 
     def forward(
         self, input_: torch.Tensor, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_, *arguments, **options)  # type: ignore[misc]
         if self.adapter.switch.is_on:
-            output = output + self.adapter(input_)
+            added = self.adapter(input_)
+            if added.shape[-1] < output.shape[-1]:
+                # generation asks the output layer for the whole vocabulary
+                added = gather_from_tensor_model_parallel_region(added, group=self.tp_group)
+            output = output + added
         return output, bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
+        # with the weight, for which Megatron-Core looks in an output layer; the checkpoint leaves it out
+        own: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return own | self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
 
 
 class AdaptedColumnLinear(_Adapted, ColumnParallelLinear):
@@ -385,13 +416,17 @@ class Adapters:
             for tensor in hf_tensors(architecture)
             if len(tensor.shape) == 2
         }
-        others = sorted(matrices - {*layers, *of_experts})
-        self.adapted = settings.chosen(layers, others, apart, chosen)
+        vocabulary = _vocabulary(architecture)
+        _refuse_tied(architecture, vocabulary, settings)
+        self._rows = {module: architecture.vocab_size for module in vocabulary}
+        others = sorted(matrices - {*layers, *of_experts, *vocabulary})
+        self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
         _refuse_some_experts(self.adapted, apart, settings)
-        self._matrices, self._stacks = [*layers, *apart, *others], chosen
+        _refuse_dropped_outputs(self.adapted, vocabulary, settings)
+        self._matrices, self._stacks = [*layers, *apart, *vocabulary, *others], chosen
         self._other_stacks = [stack.name for stack in stacks if stack not in chosen]
         self._first = FirstFactors(settings, self.adapted, seed, chosen)
-        self._by_weight: dict[str, Adapter] = {}
+        self._by_weight: dict[str, Adapter | EmbeddingAdapter] = {}
 
     def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
         """Give layers their adapters, and let nothing else be trained. A collective over the world.
@@ -399,7 +434,7 @@ class Adapters:
         Raises:
             ConfigError: a model chunk would have nothing to train.
         """
-        chosen, idle = set(self.adapted), False
+        chosen, idle, other = set(self.adapted), False, ""
         for chunk in chunks:
             chunk.requires_grad_(False)
             found = 0
@@ -409,13 +444,16 @@ class Adapters:
                 rule = rule_for(name, self._architecture)
                 pairs = self._pairs_of(rule, chosen)
                 if pairs:
-                    adapter = self._beside(chunk.get_submodule(local.removesuffix(".weight")), rule, pairs)
+                    adapter = self._beside(
+                        chunk.get_submodule(local.removesuffix(".weight")), rule, pairs, chunk.vocab_size
+                    )
                     self._by_weight[rule.megatron_name] = adapter
+                    other = other or self._of_another_base(rule, chunk.get_parameter(local))
                     found += 1
             idle = idle or not found
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_gradients)
-        self._refuse_idle(idle)
+        self._refuse_anywhere(idle, other)
 
     def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
         pairs: dict[str, Pair] = {}
@@ -431,24 +469,51 @@ class Adapters:
                 pairs[module] = Pair(module, part.shape[0], {number: slice(None)})
         return list(pairs.values())
 
-    def _beside(self, linear: Any, rule: Rule, pairs: Sequence[Pair]) -> Adapter:
-        cut = self._experts if linear.is_expert else self._groups
-        layout = shard_layout(rule, self._architecture.head_dim, cut.tensor_rank, cut.tensor_size, 0)
-        adapter = Adapter(linear, rule, layout, pairs, self.settings, self.switch)
-        adapter.fill(self._first)
+    def _beside(
+        self, linear: Any, rule: Rule, pairs: Sequence[Pair], padded_vocab: int
+    ) -> Adapter | EmbeddingAdapter:
+        adapter: Adapter | EmbeddingAdapter
         # the class and not a wrapper: names, types and attributes of the layer stay what Megatron-Core
         # expects
-        linear.__class__ = AdaptedRowLinear if isinstance(linear, RowParallelLinear) else AdaptedColumnLinear
+        if isinstance(linear, VocabParallelEmbedding):
+            adapter = EmbeddingAdapter(linear, rule, self.settings, self.switch)
+            linear.__class__ = AdaptedEmbedding
+        else:
+            cut = self._experts if linear.is_expert else self._groups
+            layout = shard_layout(
+                rule, self._architecture.head_dim, cut.tensor_rank, cut.tensor_size, padded_vocab
+            )
+            adapter = Adapter(linear, rule, layout, pairs, self.settings, self.switch)
+            linear.__class__ = (
+                AdaptedRowLinear if isinstance(linear, RowParallelLinear) else AdaptedColumnLinear
+            )
+        adapter.fill(self._first)
         linear.add_module(ADAPTER, adapter)
         return adapter
 
-    def _refuse_idle(self, idle: bool) -> None:
-        everywhere = [False] * dist.get_world_size()
-        dist.all_gather_object(everywhere, idle)
-        if any(everywhere):
+    def _of_another_base(self, rule: Rule, weight: torch.Tensor) -> str:
+        """Return the module of an embedding, or of an output layer, that is not the one of the adapter to go
+        on from."""
+        module = rule.parts[0].name.removesuffix(".weight")
+        stored = self._first.base_of(module) if rule.kind is Kind.VOCAB else None
+        if stored is None:
+            return ""
+        own = stored[self._groups.tensor_rank * len(weight) :][: len(weight)].to(weight)
+        return "" if torch.equal(own, weight[: len(own)]) else module
+
+    def _refuse_anywhere(self, idle: bool, other: str) -> None:
+        everywhere = [(False, "")] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (idle, other))
+        modules = [module for _, module in everywhere if module]
+        if modules:
+            bound = f"it was trained beside another {modules[0]} than the model has, and brings that with it"
+            fix = f"name its own base as policy.model_name, or start without {KEY}.adapter_path"
+            raise ConfigError([Violation(f"{KEY}.adapter_path", str(self.settings.start), bound, fix)])
+        ranks = [rank for rank, (nothing, _) in enumerate(everywhere) if nothing]
+        if ranks:
             bound = (
-                f"a pipeline stage, or a chunk of one, has no adapter (rank {everywhere.index(True)}), "
-                "so that nothing of it is trained"
+                f"a pipeline stage, or a chunk of one, has no adapter (rank {ranks[0]}), so that "
+                "nothing of it is trained"
             )
             fix = "choose layers of every stage, or fewer stages"
             raise ConfigError([Violation(f"{KEY}.target_modules", list(self.settings.targets), bound, fix)])
@@ -481,7 +546,10 @@ class Adapters:
                 "model instead"
             )
         for module, letter, factor in StackedFactors(self._stacks, self.settings.rank).joined(self._whole()):
-            yield factor_name(module, letter), factor
+            if letter == ("A" if is_embedding(module) else "B"):
+                # without the rows behind the vocabulary
+                factor = factor[: self._rows.get(module)]
+            yield factor_name(module, letter), factor.T if letter == "A" and is_embedding(module) else factor
 
     def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Layers, letters and whole factors, of experts one after another."""
@@ -525,10 +593,45 @@ class Adapters:
         (directory / RUN_CONFIG_FILE).write_text(yaml.safe_dump(said), encoding="utf-8")
 
 
+def _vocabulary(architecture: Architecture) -> list[str]:
+    """Names of embedding and output layer, where these are matrices of their own."""
+    rules = [rule for rule in all_rules(architecture) if rule.kind is Kind.VOCAB and rule.emits]
+    return (
+        [] if architecture.tied_embeddings else [rule.parts[0].name.removesuffix(".weight") for rule in rules]
+    )
+
+
+def _refuse_tied(architecture: Architecture, vocabulary: Sequence[str], settings: AdapterSettings) -> None:
+    for pattern in settings.targets if architecture.tied_embeddings else ():
+        for name in ("lm_head", "model.embed_tokens"):
+            if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
+                bound = (
+                    f"{pattern!r} names {name}, and embedding and output layer are one matrix "
+                    "(tie_word_embeddings)"
+                )
+                fix = "add it to exclude_modules: with an adapter of one of them the two would differ"
+                raise ConfigError([Violation(f"{KEY}.target_modules", list(settings.targets), bound, fix)])
+
+
+def _refuse_dropped_outputs(
+    chosen: Collection[str], vocabulary: Sequence[str], settings: AdapterSettings
+) -> None:
+    """Logits are not there at one time, so that none can be dropped; nor does PEFT."""
+    if (
+        settings.dropout
+        and not settings.drops_input
+        and any(name in chosen for name in vocabulary if not is_embedding(name))
+    ):
+        bound = "the output layer has an adapter, whose output, the logits, cannot be dropped"
+        raise ConfigError([Violation(f"{KEY}.dropout_position", "post", bound, "write pre")])
+
+
 class _Exported(Mapping[str, torch.Tensor]):
     """Shards by name, some of them with adapters in them."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter]) -> None:
+    def __init__(
+        self, held: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter | EmbeddingAdapter]
+    ) -> None:
         self._held, self._adapters = held, adapters
 
     def __getitem__(self, name: str) -> torch.Tensor:

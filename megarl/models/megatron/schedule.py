@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -26,6 +27,7 @@ from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import asked, asking
 from megarl.models.megatron.cuda_redirect import cuda_literals, plain_torch
+from megarl.models.megatron.hf_state import ADAPTER
 from megarl.models.megatron.specs import PackedSequences
 
 
@@ -96,7 +98,7 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
 
     The product stays Megatron's own where logits are asked for, with whatever it fuses into it.
     """
-    plain = layer.forward
+    plain, adapter = layer.forward, getattr(layer, ADAPTER, None)
 
     def forward(
         hidden: torch.Tensor, weight: torch.Tensor | None = None, **options: Any
@@ -104,22 +106,30 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
         request = asked()
         if request is None:
             return plain(hidden, weight=weight, **options)
-        group = layer.tp_group
+        group, low_rank = layer.tp_group, None
+        if adapter is not None and adapter.switch.is_on:
+            low_rank = request.rows(adapter.inner(hidden), sequence_first=True), adapter.up()
         if request.chunk_size is None:
             whole = (
                 gather_from_sequence_parallel_region(hidden, False, group)
                 if layer.sequence_parallel
                 else hidden
             )
-            with _whole_sequences(layer):
+            with (
+                _whole_sequences(layer),
+                contextlib.nullcontext() if adapter is None else adapter.switch.off(),
+            ):
                 output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
-            return output, None
+            return output if low_rank is None else output + F.linear(*low_rank)[:, None], None
         if layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, True, group)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden, group)
         answer = request.output(
-            request.rows(whole, sequence_first=True), layer.weight if weight is None else weight, None
+            request.rows(whole, sequence_first=True),
+            layer.weight if weight is None else weight,
+            None,
+            low_rank,
         )
         return answer.transpose(0, 1), None
 

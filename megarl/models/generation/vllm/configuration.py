@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from converters.model_config.architecture import ModelFacts
+from megarl.config.adapters import is_named
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
 from megarl.config.generation import GenerationConfig, VllmConfig
@@ -370,6 +371,18 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
     if view.facts.num_experts:
         yield Violation(
             key, True, "engines of a mixture of experts get whole weights in this version", without
+        )
+    named = [
+        name
+        for name in ("embed_tokens", "lm_head")
+        if is_named(f"model.{name}", view["policy.peft.target_modules"])
+    ]
+    if named:
+        yield Violation(
+            key,
+            True,
+            f"policy.peft.target_modules names {named[0]}, whose adapter no engine gets by itself",
+            without,
         )
     if view["cluster.device"] != "cpu" and view[f"{GENERATION}.colocated.enabled"]:
         bound = (

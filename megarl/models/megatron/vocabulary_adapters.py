@@ -1,0 +1,118 @@
+"""The low-rank adapter of an embedding, whose rows lie on the tensor-parallel ranks.
+
+Of A a rank has the columns of its tokens; B is whole. A token's column of A comes together over the ranks as
+its row of the embedding does, and B is multiplied with it behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import nn
+
+from converters.mapping.rule import Rule
+from megarl.models.engine.adapters import AdapterSettings, AdapterSwitch, FirstFactors, merged
+from megarl.models.megatron.hf_state import ADAPTER
+
+
+class EmbeddingAdapter(nn.Module):
+    """An adapter beside an embedding, without dropout, as in PEFT.
+
+    Its parameters are ``lora_A`` [rows of the embedding, r], the columns of A, and ``lora_B`` [H, r].
+
+    Args:
+        embedding: of this tensor-parallel rank.
+        rule: of its weight.
+        settings, switch: of all adapters.
+    """
+
+    def __init__(self, embedding: Any, rule: Rule, settings: AdapterSettings, switch: AdapterSwitch) -> None:
+        super().__init__()
+        self._settings, self.switch, self._group = settings, switch, embedding.tp_group
+        self._module, self._shape = rule.parts[0].name.removesuffix(".weight"), rule.parts[0].shape
+        self._start, self._scatters = embedding.vocab_start_index, embedding.reduce_scatter_embeddings
+        rows, width = embedding.weight.shape
+        self.lora_A = self._new(embedding.weight, rows, is_cut=True)
+        self.lora_B = self._new(embedding.weight, width, is_cut=False)
+
+    def _new(self, weight: torch.Tensor, rows: int, *, is_cut: bool) -> nn.Parameter:
+        parameter: Any = nn.Parameter(weight.new_zeros(rows, self._settings.rank))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=is_cut, dim=0, stride=1)
+        parameter.sequence_parallel = self._scatters and not is_cut
+        return parameter
+
+    @torch.no_grad()
+    def fill(self, first: FirstFactors) -> None:
+        """Give the factors the values that they begin with. Rows behind the vocabulary stay zero."""
+        own = first.read(self._module, "A", self._shape[0]).T[self._start : self._start + len(self.lora_A)]
+        self.lora_A[: len(own)].copy_(own)
+        self.lora_B.copy_(first.read(self._module, "B", self._shape[1]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, s] to what is added to the embedding's output, as it lies on the ranks: [B, s, H], or [s of
+        this rank, B, H]."""
+        local = tokens - self._start
+        elsewhere = (local < 0) | (local >= len(self.lora_A))
+        columns = F.embedding(local.masked_fill(elsewhere, 0), self.lora_A).masked_fill(
+            elsewhere[..., None], 0
+        )
+        if self._scatters:
+            hidden = reduce_scatter_to_sequence_parallel_region(
+                columns.transpose(0, 1).contiguous(), group=self._group
+            )
+        else:
+            hidden = reduce_from_tensor_model_parallel_region(columns, group=self._group)
+        return F.linear(hidden * self._settings.scaling, self.lora_B)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the embedding with the adapter in them."""
+        return merged(weight.detach(), self.lora_A, self.lora_B.T, self._settings.scaling)
+
+    def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
+        """As those of ``Adapter``, A the other way round."""
+        yield self._module, "A", self.lora_A.detach(), 0
+        yield self._module, "B", self.lora_B.detach(), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As Megatron-Core's modules. Layouts pad the vocabulary each as it needs."""
+        state = make_sharded_tensors_for_checkpoint(
+            {"linear_in.weight": self.lora_A, "linear_out.weight": self.lora_B},
+            prefix,
+            {"linear_in.weight": 0},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        state[f"{prefix}linear_in.weight"].allow_shape_mismatch = True
+        return {
+            f"{prefix}lora_A": state[f"{prefix}linear_in.weight"],
+            f"{prefix}lora_B": state[f"{prefix}linear_out.weight"],
+        }
+
+
+class AdaptedEmbedding(VocabParallelEmbedding):
+    """Megatron-Core's embedding with an adapter; in a checkpoint it has the adapter alone."""
+
+    adapter: EmbeddingAdapter
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """[B, s] to [B, s, H], or [s of this rank, B, H]."""
+        output: torch.Tensor = super().forward(input_)
+        return output + self.adapter(input_) if self.adapter.switch.is_on else output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """See ``EmbeddingAdapter``."""
+        return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
