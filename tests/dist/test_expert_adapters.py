@@ -20,7 +20,7 @@ from tests.dist.test_peft import check_trained
 from tests.dist.test_refit import BUDGET, stored
 from tests.dist.test_refit import check as refits_are_exports
 from tests.models import make_tiny, policy_config
-from tests.tiers import sampled
+from tests.tiers import newest_megatron, sampled
 
 # an adapter of each stack of transformers (PEFT's target_parameters), or of each matrix of an expert by
 # itself
@@ -91,6 +91,7 @@ def with_experts(
     return world, peft_jobs.with_adapters(config, adapter_path=str(adapter), dim=rank, **said), adapter
 
 
+@newest_megatron(layout=["tp2-sp-ep2", "etp2-ep2"])
 @sampled(3)
 @pytest.mark.parametrize(("family", "form", "layout"), EXPERTS)
 def test_experts_have_adapters(pool: WorkerPool, tmp_path: Path, family: str, form: str, layout: str) -> None:

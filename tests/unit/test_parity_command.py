@@ -26,7 +26,7 @@ from megarl.parity.runner import CaseOutcome
         (["--case", "tp=2 kv=1"], ["tensor_model_parallel_size", "key-value heads"]),
         (["--case", "backend=fsdp1 pp=2"], ["'pp=2'"]),
         (["--mutate", "norm"], ["'norm'", "norm-counts-copies"]),
-        (["--mutate", "weights"], ["--mutate weights: 6 faults", "--prove"]),
+        (["--mutate", "weights"], ["--mutate weights: 8 faults", "--prove"]),
         (["--only", "batchin=packed"], ["'batchin=packed'", "nearest is 'batching'"]),
     ],
 )

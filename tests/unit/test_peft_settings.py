@@ -19,7 +19,7 @@ from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from megarl.models.engine.adapters import AdapterSettings, FirstFactors, merged
 from megarl.models.megatron.adapters import _order_of
-from tests.unit.config_samples import changed, complete, raw_grpo, raw_ppo
+from tests.unit.config_samples import changed, complete, raw_distillation, raw_grpo, raw_ppo
 
 LAYERS = [
     f"model.layers.{layer}.{name}"
@@ -199,11 +199,15 @@ def test_what_goes_together_with_adapters(changes: dict[str, Any], key: str) -> 
     assert all(violation.fix for violation in caught.value.violations)
 
 
-def test_models_beside_the_policy_have_none() -> None:
+def test_models_beside_the_policy_have_adapters_of_their_own_where_they_are_trained() -> None:
     config = complete(raw_ppo(), {"policy.peft": NEMO})
     assert config["policy"]["peft"]["enabled"] and config["critic"]["peft"] is None
-    with pytest.raises(ConfigError, match="only the policy has adapters"):
-        validate_config(changed(raw_ppo(), {"critic.peft": NEMO}))
+    config = validate_config(changed(raw_ppo(), {"critic.peft": NEMO}))
+    assert config["policy"]["peft"] is None and config["critic"]["peft"]["dim"] == 4
+    with pytest.raises(ConfigError, match=r"critic\.peft\.lora_dtype"):
+        validate_config(changed(raw_ppo(), {"critic.peft": {**NEMO, "lora_dtype": "float16"}}))
+    with pytest.raises(ConfigError, match=r"teacher\.peft\.enabled = True: nothing trains this model"):
+        validate_config(changed(raw_distillation(), {"teacher.peft": NEMO}))
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,6 @@ def _require_adapters(view: View) -> None:
     view.require(bool(view.get(f"{PEFT}.enabled", False)))
 
 
-def adapters_fit_the_model(view: View) -> Iterator[Violation]:
-    """A score layer would have to be trained beside its adapters."""
-    _require_adapters(view)
-    if scores(view["policy"]):
-        bound = (
-            "the score layer of a model that scores is new and has to be trained whole, which adapters "
-            "do not do in this version"
-        )
-        yield Violation(f"{PEFT}.enabled", True, bound, f"set {PEFT}.enabled to false")
-
-
 def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
     """FSDP1 holds flat pieces, and other layers than ours have no place for an adapter."""
     _require_adapters(view)
@@ -78,15 +67,15 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], bound, "write null; the optimizer keeps float32 copies anyway")
 
 
-def only_the_policy_has_adapters(view: View) -> Iterator[Violation]:
-    """Models beside the policy train all their weights, or none."""
+def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
+    """A model that no step trains has nothing beside its weights, but for what is merged into them."""
     _require_adapters(view)
-    yield Violation(
-        f"{PEFT}.enabled",
-        True,
-        "only the policy has adapters in this version",
-        "set it to false, or remove the section",
-    )
+    if view.get("algorithm") is None:
+        bound, fix = (
+            "nothing trains this model",
+            f"remove the section; {PEFT.rpartition('.')[0]}.merged_adapter adds an adapter to it",
+        )
+        yield Violation(f"{PEFT}.enabled", True, bound, fix)
 
 
 def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
@@ -112,7 +101,6 @@ def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
 
 
 ADAPTER_RULES: tuple[Rule, ...] = (
-    adapters_fit_the_model,
     adapters_fit_the_backend,
     stacks_of_experts_can_have_adapters,
     adapters_have_the_type_of_the_model,

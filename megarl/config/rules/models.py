@@ -9,7 +9,7 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.backend import scores
 from megarl.config.models import POLICY, as_of_policy
 from megarl.config.nested import at
-from megarl.config.rules.adapters import only_the_policy_has_adapters
+from megarl.config.rules.adapters import ADAPTER_RULES, only_trained_models_have_adapters
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES, training_shape
@@ -113,6 +113,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     *TOKEN_RULES,
     model_has_the_head_of_its_section,
     *TABLE_OF_MODELS,
-    only_the_policy_has_adapters,
+    *ADAPTER_RULES,
+    only_trained_models_have_adapters,
 )
 TRAINED_MODEL_RULES: tuple[Rule, ...] = (*TRAINED_BATCH_RULES, megatron_trains)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import block_of, gather, gather_parts, write_block
 from megarl.models.engine.adapters import (
+    SAVED_SCORE,
     AdapterSettings,
     AdapterSwitch,
     FirstFactors,
@@ -25,6 +26,7 @@ from megarl.models.engine.adapters import (
     factor_name,
     merged,
 )
+from megarl.models.engine.scoring import SCORE
 
 FACTORS = ("lora_A", "lora_B")
 
@@ -86,10 +88,14 @@ class Adapters:
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         output = model.get_output_embeddings()
+        self._score = next(
+            (module for name, module in model.named_modules() if f"{name}.weight" == SCORE), None
+        )
+        whole = (output, self._score)
         linears = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not output
+            if isinstance(module, nn.Linear) and module not in whole
         }
         matrices = {
             name.removesuffix(".weight")
@@ -97,10 +103,13 @@ class Adapters:
             if parameter.ndim == 2
         }
         others = sorted(matrices - set(linears))
+        settings.chosen_stacks([])
         self.adapted = settings.chosen(linears, others)
         self._matrices = [*linears, *others]
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
+        if self._score is not None:
+            self._score.requires_grad_(True)
         for name in self.adapted:
             self._put_beside(linears[name])
 
@@ -123,6 +132,9 @@ class Adapters:
                 parameter = divided[f"{module}.{factor}"]
                 width = parameter.shape[1 if factor == "lora_A" else 0]
                 write_block(parameter, self._first.read(module, factor[-1], width))
+        stored = self._first.score()
+        if stored is not None:
+            write_block(divided[SCORE], stored.float())
 
     def is_factor(self, name: str) -> bool:
         """Return whether a parameter is a factor of an adapter."""
@@ -169,6 +181,8 @@ class Adapters:
         for module in self.adapted:
             for factor in FACTORS:
                 yield factor_name(module, factor[-1]), gather(divided[f"{module}.{factor}"], device)
+        if self._score is not None:
+            yield SAVED_SCORE, gather(divided[SCORE], device)
 
 
 class _Exported(Mapping[str, torch.Tensor]):

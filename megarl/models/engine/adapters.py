@@ -24,12 +24,16 @@ from converters.adapters.megatron_adapter import PEFT_PREFIX
 from converters.adapters.peft_directory import WEIGHTS_FILE, PeftDirectory
 from converters.checkpoint.source import ADAPTER_CONFIG
 from megarl.config.adapters import adapters_of, expanded, is_named
+from megarl.config.backend import scores
 from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
+from megarl.models.engine.scoring import SCORE
 from megarl.models.engine.stacked_adapters import Stack, StackedFactors, listed
 
 KEY = "policy.peft"
 ADAPTER_DIRECTORY = "adapter"
+SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
+"""PEFT's name of a score layer that is trained with adapters (``modules_to_save``)."""
 _BASE = ".base_layer.weight"
 
 
@@ -48,6 +52,7 @@ class AdapterSettings:
         parameters: patterns of stacks of experts that have one.
         start: PEFT directory that training goes on from.
         base: the model that the adapters stand beside, as the configuration names it.
+        scores: the model has a score layer, which is trained whole and stored with the adapters.
     """
 
     rank: int
@@ -61,6 +66,7 @@ class AdapterSettings:
     parameters: tuple[str, ...]
     start: Path | None
     base: str
+    scores: bool = False
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> AdapterSettings | None:
@@ -81,6 +87,7 @@ class AdapterSettings:
             parameters=tuple(section["target_parameters"]),
             start=None if start is None else Path(start).expanduser(),
             base=str(policy["model_name"]),
+            scores=scores(policy),
         )
 
     @property
@@ -171,7 +178,7 @@ class AdapterSettings:
         targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
             "base_model_name_or_path": self.base,
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -182,7 +189,7 @@ class AdapterSettings:
             "fan_in_fan_out": False,
             "inference_mode": True,
             "init_lora_weights": True,
-            "modules_to_save": None,
+            "modules_to_save": [SCORE.removesuffix(".weight")] if self.scores else None,
             "use_dora": False,
             **({"target_parameters": listed(stacks, other_stacks)} if stacks else {}),
         }
@@ -224,6 +231,7 @@ class FirstFactors:
     ) -> None:
         self._settings, self._seed = settings, seed
         self._stacked = StackedFactors(stacks, settings.rank)
+        self._recent: dict[str, torch.Tensor] = {}
         self._source = None if settings.start is None else PeftDirectory(settings.start)
         if self._source is not None:
             self._require_same(self._source, modules)
@@ -255,6 +263,11 @@ class FirstFactors:
         )
         return torch.randn(shape, generator=generator) * deviation
 
+    def score(self) -> torch.Tensor | None:
+        """Return the score layer [1, h] of the adapter to go on from; None where there is none to go on
+        from."""
+        return self._source.read(SAVED_SCORE) if self._source is not None and self._settings.scores else None
+
     def base_of(self, module: str) -> torch.Tensor | None:
         """Return the weight of the base that the adapter to go on from has with it, as PEFT keeps those of
         embedding and output layer."""
@@ -265,7 +278,15 @@ class FirstFactors:
         if module not in self._stacked:
             return source.read(factor_name(module, letter))
         stored, (rows, columns) = self._stacked.taken(module, letter)
-        return source.read(factor_name(stored, letter))[rows, columns]
+        name = factor_name(stored, letter)
+        if name not in self._recent:
+            # an expert at a time asks for its part of each of the four factors of a layer
+            self._recent = dict(list(self._recent.items())[-3:]) | {name: source.read(name)}
+        return self._recent[name][rows, columns]
+
+    def forget(self) -> None:
+        """Let go of what was read, once all factors have their values."""
+        self._recent = {}
 
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
         wanted = {
@@ -273,6 +294,7 @@ class FirstFactors:
             for module in (*modules, *self._stacked.modules.values())
             for letter in "AB"
         }
+        wanted |= {SAVED_SCORE} if self._settings.scores else set()
         stored = {name for name in source.keys() if not name.endswith(_BASE)}  # noqa: SIM118 - no mapping
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)

@@ -59,6 +59,7 @@ from megarl.config.adapters import CUT_KINDS, is_named
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
     KEY,
+    SAVED_SCORE,
     AdapterSettings,
     AdapterSwitch,
     FirstFactors,
@@ -80,7 +81,7 @@ _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A matrix A and the matrices B beside it.
+    """A matrix A and the matrices B that it is multiplied by.
 
     Attributes:
         module: the layer that A is of, by its Hugging Face name; of a stack of experts the part of one.
@@ -214,7 +215,7 @@ class Adapter(nn.Module):
         return output if settings.drops_input else drop(output, share, self)
 
     def inner(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what lies between the factors, whole on every rank of a column-parallel layer."""
+        """Return the product of A, whole on every rank of a column-parallel layer."""
         hidden = (
             F.linear(drop(inputs, self._settings.dropout, self), self._down_of([self])[0])
             * self._settings.scaling
@@ -309,7 +310,8 @@ class Adapter(nn.Module):
         return state
 
     def _stored(self, part: int | None) -> str:
-        """What CanonicalLoRA calls a part of a fused layer; nothing for all of it, or in another layer."""
+        """Return CanonicalLoRA's name of a part of a fused layer; nothing for all of it, or in another
+        layer."""
         return f"{PARTS[self._rule.kind][part]}." if part is not None and self._rule.kind in PARTS else ""
 
 
@@ -427,6 +429,7 @@ class Adapters:
         self._other_stacks = [stack.name for stack in stacks if stack not in chosen]
         self._first = FirstFactors(settings, self.adapted, seed, chosen)
         self._by_weight: dict[str, Adapter | EmbeddingAdapter] = {}
+        self._score: torch.Tensor | None = None
 
     def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
         """Give layers their adapters, and let nothing else be trained. A collective over the world.
@@ -451,8 +454,15 @@ class Adapters:
                     other = other or self._of_another_base(rule, chunk.get_parameter(local))
                     found += 1
             idle = idle or not found
+            if self.settings.scores and chunk.post_process:
+                self._score = chunk.output_layer.weight.requires_grad_()
+                stored = self._first.score()
+                if stored is not None:
+                    self._score.data.copy_(stored)
+                found += 1
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_gradients)
+        self._first.forget()
         self._refuse_anywhere(idle, other)
 
     def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
@@ -550,6 +560,23 @@ class Adapters:
                 # without the rows behind the vocabulary
                 factor = factor[: self._rows.get(module)]
             yield factor_name(module, letter), factor.T if letter == "A" and is_embedding(module) else factor
+        if self.settings.scores:
+            yield SAVED_SCORE, self._whole_score()
+
+    def _whole_score(self) -> torch.Tensor:
+        """Return the score layer, which the last pipeline stage has."""
+        groups, adapter = self._groups, next(iter(self._by_weight.values()))
+        if self._score is not None:
+            score = self._score.detach().clone()
+        else:
+            score = next(adapter.parameters()).new_empty(1, self._architecture.hidden_size)
+        if groups.pipeline_size > 1:
+            dist.broadcast(
+                score,
+                src=dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1),
+                group=groups.pipeline,
+            )
+        return score
 
     def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Layers, letters and whole factors, of experts one after another."""

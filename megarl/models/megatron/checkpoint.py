@@ -109,8 +109,16 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
             chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
             for chunk in chunks
         ]
+        # beside adapters a score layer may be trained
+        trained = {
+            name
+            for chunk in chunks
+            for name, parameter in chunk.module.named_parameters()
+            if parameter.requires_grad
+        }
         states = [
-            {name: value for name, value in state.items() if f".{ADAPTER}." in name} for state in states
+            {name: value for name, value in state.items() if f".{ADAPTER}." in name or name in trained}
+            for state in states
         ]
     else:
         states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]

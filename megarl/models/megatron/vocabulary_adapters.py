@@ -1,4 +1,4 @@
-"""The low-rank adapter of an embedding, whose rows lie on the tensor-parallel ranks.
+"""The low-rank adapter of an embedding, whose rows are divided over the tensor-parallel ranks.
 
 Of A a rank has the columns of its tokens; B is whole. A token's column of A comes together over the ranks as
 its row of the embedding does, and B is multiplied with it behind that.
@@ -25,7 +25,7 @@ from megarl.models.megatron.hf_state import ADAPTER
 
 
 class EmbeddingAdapter(nn.Module):
-    """An adapter beside an embedding, without dropout, as in PEFT.
+    """The adapter of an embedding, without dropout, as in PEFT.
 
     Its parameters are ``lora_A`` [rows of the embedding, r], the columns of A, and ``lora_B`` [H, r].
 
@@ -58,8 +58,7 @@ class EmbeddingAdapter(nn.Module):
         self.lora_B.copy_(first.read(self._module, "B", self._shape[1]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, s] to what is added to the embedding's output, as it lies on the ranks: [B, s, H], or [s of
-        this rank, B, H]."""
+        """[B, s] to [B, s, H], or [s of this rank, B, H]: added to the embedding's output."""
         local = tokens - self._start
         elsewhere = (local < 0) | (local >= len(self.lora_A))
         columns = F.embedding(local.masked_fill(elsewhere, 0), self.lora_A).masked_fill(
@@ -78,14 +77,14 @@ class EmbeddingAdapter(nn.Module):
         return merged(weight.detach(), self.lora_A, self.lora_B.T, self._settings.scaling)
 
     def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
-        """As those of ``Adapter``, A the other way round."""
+        """Yield the factors as ``Adapter`` does, A the other way round."""
         yield self._module, "A", self.lora_A.detach(), 0
         yield self._module, "B", self.lora_B.detach(), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """As Megatron-Core's modules. Layouts pad the vocabulary each as it needs."""
+        """Return A and B for a checkpoint. Layouts pad the vocabulary each as it needs."""
         state = make_sharded_tensors_for_checkpoint(
             {"linear_in.weight": self.lora_A, "linear_out.weight": self.lora_B},
             prefix,
