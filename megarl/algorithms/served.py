@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_ERROR = "engine_check_error"
-"""Metric: the mean absolute difference of the two log-probabilities of a token, right after a refit."""
+"""Metric: the mean absolute difference of the two log-probabilities of a token, right after a refit, of the
+engine that is farthest off."""
 
 # Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
 # chosen now and then.
@@ -144,6 +145,7 @@ class ServedCheck:
             return None
         ours = self._policy.weight_digests()
         wrong = [name for name in ours if any(digests.get(name) != ours[name] for digests in theirs)]
+        wrong += sorted({name for digests in theirs for name in digests} - {*ours})
         if not wrong:
             return None
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
@@ -153,6 +155,8 @@ class ServedCheck:
         )
 
     def _fault_of_scores(self, batch: BatchedDataDict[Any]) -> str | None:
+        import torch
+
         theirs = self._engines.score(batch)
         if theirs is None:
             return None
@@ -161,11 +165,16 @@ class ServedCheck:
         counts = batch["token_mask"][:, 1:] != 0
         if not bool(counts.any()):
             return None
-        error = float((theirs[:, 1:] - ours[:, 1:])[counts].double().abs().mean())
+        apart = torch.stack([each[:, 1:] - ours[:, 1:] for each in theirs])[:, counts]
+        errors = apart.double().abs().mean(dim=1)
+        # one of many engines with other weights would be lost in a mean of all; NaN counts as the largest
+        worst = int(errors.argmax())
+        error = float(errors[worst])
         self.metrics = {ENGINE_CHECK_ERROR: error}
         if not self._test.is_alarmed(error):
             return None
+        which = f"engine {worst}'s" if len(theirs) > 1 else "the engines'"
         return (
-            f"the engines' log-probabilities of {int(counts.sum())} given tokens are {error:.3g} apart "
-            "from the policy's, on average"
+            f"{which} log-probabilities of {int(counts.sum())} given tokens are {error:.3g} apart from "
+            "the policy's, on average"
         )

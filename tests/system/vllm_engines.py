@@ -65,6 +65,7 @@ def engines(
     changes: Mapping[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None,
     adapter: Any = None,
+    sampling: Mapping[str, Any] = SAMPLING,
     **environment: str,
 ) -> VllmGeneration:
     """With ``changes`` of ``vllm_cfg``, ``arguments`` for vLLM itself, and ``adapter`` of policies that send
@@ -84,7 +85,7 @@ def engines(
         "backend": "vllm",
         "model_name": str(model),
         "max_new_tokens": NEW,
-        **SAMPLING,
+        **sampling,
         "stop_token_ids": [],
         "stop_strings": None,
         "pad_token_id": 0,

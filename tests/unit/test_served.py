@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +28,26 @@ def test_rounding_is_no_alarm() -> None:
         assert not alarms, (usual, sample_seed())
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_scores_of_other_kernels_are_no_alarm(precision: str) -> None:
+    """10,000 drawn vectors of scores, of tokens likely and unlikely: the same logits in float64, and rounded
+    where kernels round them."""
+    draw = torch.Generator().manual_seed(sample_seed())
+    policy, engines = Scorer(0.0), Engines(0.0)
+    check = check_of(engines, policy, precision=precision)
+    dtype, largest = getattr(torch, precision), 0.0
+    for _ in range(200):
+        logits = torch.randn(100, 6, 31, generator=draw, dtype=torch.float64) * 3
+        exact = logits.log_softmax(2)[..., 7].float()
+        # hidden states and the output layer's sums are rounded, each for itself
+        rounded = logits * (1 + torch.randn(logits.shape, generator=draw) * torch.finfo(dtype).eps / 2)
+        theirs = rounded.to(dtype).float().log_softmax(2)[..., 7]
+        for policy.said, engines.said in zip(exact.split(2), theirs.split(2), strict=True):
+            check.check()
+            largest = max(largest, check.metrics[ENGINE_CHECK_ERROR])
+    assert 0 < largest < 16 * check._test.floor, (largest, sample_seed())
+
+
 @given(usual=st.floats(1e-7, 5e-4), factor=st.floats(17, 1e6))
 def test_a_jump_is_an_alarm_at_once(usual: float, factor: float) -> None:
     test = RoundingTest(FLOOR)
@@ -49,6 +70,7 @@ class Scorer:
     """A policy, or engines: log-probabilities that follow from tokens and one weight."""
 
     version = 3
+    said: torch.Tensor | None = None
 
     def __init__(self, weight: float, ranks: int = 1) -> None:
         self.weight, self.ranks, self.asked = weight, ranks, list[Any]()
@@ -56,10 +78,12 @@ class Scorer:
     def prepare_for_lp_inference(self) -> None: ...
 
     def get_logprobs(self, data: Any) -> dict[str, torch.Tensor]:
-        return {"logprobs": self.score(data)}
+        return {"logprobs": self.scored(data)}
 
-    def score(self, data: Any) -> torch.Tensor:
+    def scored(self, data: Any) -> torch.Tensor:
         self.asked.append(data)
+        if self.said is not None:
+            return self.said
         return -(data["input_ids"].float() + self.weight) / 10
 
     def weight_digests(self) -> Any:
@@ -68,6 +92,11 @@ class Scorer:
 
 class Engines(Scorer):
     digests: Any = None
+    others: Sequence[float] = ()
+
+    def score(self, data: Any) -> list[torch.Tensor]:
+        own = self.scored(data)
+        return [own, *(own - apart for apart in self.others)]
 
     def weight_digests(self) -> Any:
         return self.digests
@@ -88,10 +117,14 @@ def samples() -> BatchedDataDict[Any]:
 
 
 def check_of(
-    engines: Engines, policy: Scorer, sequences: int = 8, on_difference: str = "stop"
+    engines: Engines,
+    policy: Scorer,
+    sequences: int = 8,
+    on_difference: str = "stop",
+    precision: str = "float32",
 ) -> ServedCheck:
     section: Any = {"sequences": sequences, "on_difference": on_difference}
-    check = ServedCheck(section, policy, engines, "float32", seed=1)  # type: ignore[arg-type]
+    check = ServedCheck(section, policy, engines, precision, seed=1)  # type: ignore[arg-type]
     check.check()
     assert not engines.asked, "before the first batch there is nothing to score"
     check.remember(samples(), 1)
@@ -127,6 +160,17 @@ def test_other_log_probabilities_are_named() -> None:
         check.check()
 
 
+@pytest.mark.parametrize("apart", [0.5, float("nan")])
+def test_one_of_many_engines_is_named(apart: float) -> None:
+    engines = Engines(0.0)
+    engines.others = [*[0.0] * 40, apart, *[0.0] * 40]
+    check = check_of(engines, Scorer(0.0))
+    with pytest.raises(
+        MismatchError, match=rf"engine 41's log-probabilities of 3 given tokens are {apart} apart"
+    ):
+        check.check()
+
+
 def test_a_warning_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     check = check_of(Engines(5.0), Scorer(0.0), on_difference="warn")
     check.check()
@@ -139,6 +183,10 @@ def test_a_warning_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         ([{"a": 1, "b": 2}, {"a": 1, "b": 2}], None),
         ([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "1 of 2 weights are not the policy's in the engines: b"),
         ([{"a": 1}], "1 of 2 weights are not the policy's in the engines: b"),
+        (
+            [{"a": 1, "b": 2}, {"a": 1, "b": 2, "b of rank 1": 3}],
+            "1 of 2 weights are not the policy's in the engines: b of rank 1",
+        ),
         ([{"a": 0, "b": 0}], "2 of 2 weights are not the policy's in the engines: a, b"),
     ],
 )

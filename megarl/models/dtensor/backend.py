@@ -179,6 +179,15 @@ class DTensorBackend(HuggingFaceBackend):
         for name, parameter in self._own().items():
             read_block(parameter, source, name)
 
+    def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``TakesWeights``."""
+        copied = (
+            (name, weight)
+            for name, weight in self._divided().items()
+            if block_of(weight).tensor_dimension is None
+        )
+        return ((name, weight.to_local()) for name, weight in copied)
+
     def _undivided(self) -> Any:
         rows, has_score = self._vocabulary_rows, scores(self.policy)
         return build_on_meta(

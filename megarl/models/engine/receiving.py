@@ -3,7 +3,7 @@ policy that is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -55,6 +55,10 @@ class TakesWeights(Protocol):
         collective."""
         ...
 
+    def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parameters that every tensor-parallel rank has a copy of. Local."""
+        ...
+
 
 class ReceivingWorker:
     """Methods by which a worker gets its weights from a policy elsewhere; see ``RolloutEngine``."""
@@ -100,9 +104,28 @@ class ReceivingWorker:
 
     def weight_digests(self, first_rank_only: bool = False) -> dict[str, int]:
         """A number of the bits of each weight by its Hugging Face name, of this rank's copy of the model;
-        with ``first_rank_only`` empty on the others. A collective."""
+        with ``first_rank_only`` empty on the others. Engines add what ``_differing_copies`` finds. A
+        collective."""
         found = {name: checksum(_words(tensor)) for name, tensor in self.backend.export_hf()}
-        return {} if first_rank_only and torch.distributed.get_rank() else found
+        if first_rank_only:
+            return {} if torch.distributed.get_rank() else found
+        return {**found, **self._differing_copies()}
+
+    def _differing_copies(self) -> dict[str, int]:
+        """Digests of this rank's copies that differ from the first tensor-parallel rank's, of which an export
+        would not show them."""
+        groups = self.backend.groups
+        own = {
+            name: checksum(_words(tensor))
+            for name, tensor in cast("TakesWeights", self.backend).copied_parameters()
+        }
+        everybody: list[dict[str, int]] = [{}] * groups.tensor_size
+        torch.distributed.all_gather_object(everybody, own, group=groups.tensor)
+        return {
+            f"{name} of tensor-parallel rank {groups.tensor_rank}": own[name]
+            for name in own
+            if own[name] != everybody[0][name]
+        }
 
     def is_alive(self) -> bool:
         """Return whether this process answers: True, where it does."""

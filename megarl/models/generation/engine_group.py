@@ -403,7 +403,7 @@ class EngineGroup(RolloutEngine):
         )
         stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
-    def score(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
+    def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
         """Log-probabilities of given tokens; see ``RolloutEngine.score``. None where sampling changes the
         distribution, which engines score before that, and from workers without ``score``."""
         plain = self.cfg["temperature"] == 1 and self.cfg["top_p"] == 1 and self.cfg["top_k"] is None
@@ -413,14 +413,7 @@ class EngineGroup(RolloutEngine):
         needed: BatchedDataDict[Any] = BatchedDataDict(
             {name: data[name] for name in ("input_ids", "input_lengths")}
         )
-        future = self.worker_group.run_all_workers_sharded_data(
-            "score",
-            data=needed.deal(self._workers.engines, allow_uneven_shards=True),
-            in_sharded_axes=["data_parallel"],
-            common_kwargs={"version": self.expected_version},
-        )
-        found: torch.Tensor = BatchedDataDict.from_batches(self._results(future))["logprobs"]
-        return found
+        return [found["logprobs"] for found in self._all("score", data=needed, version=self.expected_version)]
 
     @property
     def scores(self) -> bool:

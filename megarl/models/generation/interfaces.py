@@ -313,9 +313,9 @@ class RolloutEngine(GenerationInterface):
             f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false"
         )
 
-    def score(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
-        """[B, S] float32, log-probabilities of given tokens as the engines serve them, without any cache: as
-        ``Policy.get_logprobs``. None from engines that cannot say them.
+    def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
+        """Of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without a
+        cache: as ``Policy.get_logprobs``. None from engines that cannot say them.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -324,7 +324,8 @@ class RolloutEngine(GenerationInterface):
 
     def weight_digests(self) -> list[dict[str, int]] | None:
         """``Policy.weight_digests`` of the copy of the model that each rank has a part of, read from the
-        parameters behind the load; None from engines that keep weights in forms of their own."""
+        parameters behind the load; a name of its own for each further copy that differs. None from engines
+        that keep weights in forms of their own."""
         return None
 
     def is_alive(self) -> bool:

@@ -22,6 +22,8 @@ from converters.check import check_source
 from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
+from converters.mapping.rule import Kind
+from converters.mapping.rules import rule_for
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
 from converters.untouched import Untouched
@@ -393,6 +395,14 @@ class MegatronBackend:
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
+
+    def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``TakesWeights``."""
+        return (
+            (name, tensor)
+            for name, tensor in self.parameters()
+            if rule_for(name, self.architecture).kind is Kind.REPLICATED
+        )
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         return None if self.adapters is None else self.adapters.switch.off()

@@ -142,11 +142,11 @@ class PolicyEngines(RolloutEngine):
             raise RefitError("the workers that generate have no whole weights: refit them before they answer")
         return self._policy.generate(data, greedy, sampling=sampling)
 
-    def score(self, data: BatchedDataDict[Any]) -> torch.Tensor:
-        """Log-probabilities of given tokens; see ``RolloutEngine.score``."""
+    def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor]:
+        """Log-probabilities of given tokens, for which copies of the model are one engine; see
+        ``RolloutEngine.score``."""
         self._policy.prepare_for_lp_inference()
-        found: torch.Tensor = self._policy.get_logprobs(data)["logprobs"]
-        return found
+        return [self._policy.get_logprobs(data)["logprobs"]]
 
     def weight_digests(self) -> list[dict[str, int]]:
         """Return those of each rank."""
