@@ -98,9 +98,8 @@ class Request:
             return (logits if low_rank is None else logits + F.linear(*low_rank))[None]
         if self.largest:
             self.further = self.targets.new_empty(len(rows), self.largest)
-        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self, *(low_rank or (None, None)))[
-            None
-        ]  # type: ignore[no-untyped-call]
+        factors = low_rank or (None, None)
+        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self, *factors)[None]  # type: ignore[no-untyped-call]
         # By address: Megatron may hand the output through scaling or a gather, and log-probabilities must not
         # be taken for logits.
         self._answer = answer.data_ptr(), answer.shape
