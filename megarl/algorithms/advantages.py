@@ -114,7 +114,7 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator of advantages reads: all samples of a step, B answers of S positions with their
+    """The input of an estimator of advantages: all samples of a step, B answers of S positions with their
     prompts.
 
     Attributes:
@@ -203,13 +203,13 @@ def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
 
 
 def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
-    """What an estimator of the user's own may change without a change to the batch."""
+    """Copy for an estimator of the user's own, which it may change without a change to the batch."""
     return copy.deepcopy(inputs)
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
-    """What an estimator of the user's own returned, 0 where nothing is trained on, when it is what it has to
-    be."""
+    """Check and return the result of an estimator of the user's own, 0 where nothing is trained on, when it
+    is what it has to be."""
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -470,14 +470,14 @@ def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor
 
 
 def agree(values: Tensor) -> bool:
-    """Whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has an
-    advantage."""
+    """Tell whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has
+    an advantage."""
     values = values.double()
     return bool(_agreed(values.std(correction=0), values.mean()))
 
 
 def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
-    """Whether values of that deviation and mean differ by rounding alone."""
+    """Tell whether values of that deviation and mean differ by rounding alone."""
     return deviation <= _ROUNDING * mean.abs().clamp(min=1.0)
 
 

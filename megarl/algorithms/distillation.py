@@ -161,7 +161,7 @@ class Distillation(Sampled):
         return add_metrics(own, [rollouts.metrics])
 
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """What the loss reads that is the policy's own, and metrics of it: for a policy gradient the
+        """Compute what the loss reads that is the policy's own, and metrics of it: for a policy gradient the
         log-probabilities of the policy before the update, and of the reference where it is needed."""
         from megarl.rollout.samples import mismatch_metrics
 

@@ -30,7 +30,7 @@ _LEAST_REST = 16
 
 
 class DistillationLossDataDict(TypedDict):
-    """What ``DistillationLossFn`` reads: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as
+    """The batch of ``DistillationLossFn``: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as
     ``Policy.get_topk_logits`` of the teacher gives them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
 
     teacher_topk_logits: Tensor

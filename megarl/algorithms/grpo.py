@@ -433,8 +433,8 @@ class GRPO(Sampled):
         )
 
     def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch,
-        by its ``sample_mask``, and with a segment all others of its response.
+        """Measure how far generation and policy are apart. Leaves sequences that are too far apart out of the
+        batch, by its ``sample_mask``, and with a segment all others of its response.
 
         Raises:
             MismatchError: they are too far apart to train.
@@ -524,7 +524,8 @@ class GRPO(Sampled):
 
     @property
     def anchors_at_engine(self) -> bool:
-        """Whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
+        """Tell whether ratios are to the policy that sampled, as the engine has said its
+        log-probabilities."""
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(

@@ -141,7 +141,7 @@ class ReferenceLogprobs:
             writer.discard()
 
     def _values(self, examples: Examples, first: int, last: int) -> list[Any]:
-        """Of each of the examples [first, last), those of its learned tokens, [tokens] float32."""
+        """Log-probabilities of the learned tokens of each of the examples [first, last), [tokens] float32."""
         # rows of a call are padded to the longest
         by_length = np.argsort(examples.lengths(with_answers=True)[first:last], kind="stable").tolist()
         found: list[Any] = [None] * len(by_length)

@@ -41,5 +41,5 @@ class RM(Supervised):
             )
 
     def validated(self) -> Sequence[str]:
-        """What ``PreferenceLoss`` measures."""
+        """Metrics of ``PreferenceLoss``."""
         return sorted(self.loss_fn.metric_reductions.keys() - {"num_valid_samples"})

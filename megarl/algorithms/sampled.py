@@ -327,9 +327,9 @@ class Sampled(Algorithm):
     def batch_of(
         self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool
     ) -> BatchedDataDict[Any]:
-        """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for,
-        the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the reference,
-        ``reference_policy_logprobs``."""
+        """Select what the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked
+        for, the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the
+        reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS

@@ -116,8 +116,8 @@ class Supervised(Algorithm):
         return {**{name: total / weights for name, total in sums.items()}, "samples": records}
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """What the loss reads of these records; filled up to ``rows`` rows, those without a record with
-        ``sample_mask`` 0."""
+        """Make the batch that the loss reads of these records; filled up to ``rows`` rows, those without a
+        record with ``sample_mask`` 0."""
         from megarl.distributed.token_batches import supervised_batch
 
         return supervised_batch(data.select(records), self.pad_token_id, rows)
@@ -133,7 +133,7 @@ class Supervised(Algorithm):
         """The metrics that a validation tells."""
 
     def weight(self, batch: Mapping[str, Any]) -> float:
-        """What the metrics of a batch are means over: its records."""
+        """Records of a batch, which its metrics are means over."""
         return float(batch["sample_mask"].sum()) / self.rows_of_record
 
     def _rows(self, global_batch: int, micro_batch: int) -> tuple[int, int]:

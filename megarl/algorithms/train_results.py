@@ -1,4 +1,4 @@
-"""What a training call and the passes before it did, as plain numbers."""
+"""Results of a training call and of the passes before it, as plain numbers."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
 def observation_encoder(
     policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
 ) -> ObservationEncoder:
-    """What makes tokens of observations in a run.
+    """Make the encoder of observations of a run.
 
     Args:
         policy: its section, complete.

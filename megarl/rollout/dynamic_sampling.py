@@ -71,7 +71,7 @@ def _signal(values: Tensor, any_trained: bool) -> Signal:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a step was filled with.
+    """The prompts that filled a step.
 
     Attributes:
         rollouts: the groups that are trained on, in the order of the data; with the environment's figures of

@@ -62,7 +62,7 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What an episode may take.
+    """Bounds of an episode.
 
     Attributes:
         turns: responses of the policy.
@@ -124,7 +124,7 @@ class Episode:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each turn."""
+        """Rewards of all turns."""
         return [reward for segment in self.segments for reward in segment.rewards]
 
     @property

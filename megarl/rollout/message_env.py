@@ -50,7 +50,7 @@ machine."""
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to a response.
+    """Answer of an environment to a response.
 
     Attributes:
         messages: that the policy sees next: a text, which the user says, a message or several; read where the

@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended: with a result or an error, or with neither, because it took too long."""
+    """The end of a call: with a result or an error, or with neither, because it took too long."""
 
     number: int
     result: Any = None

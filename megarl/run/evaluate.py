@@ -51,7 +51,7 @@ DIRECTORY = "evaluations"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         validated: the samples of all sets.

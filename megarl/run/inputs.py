@@ -44,7 +44,7 @@ _SHOWN, _SHOWN_OF_RECORD = 60, 1200
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What was read.
+    """Everything that a run has read.
 
     Attributes:
         tokenizer: of the policy.

@@ -53,8 +53,8 @@ class MemoryOfNodes:
         self._tidied = self._begin("tidy")
 
     def take(self, needed: int) -> bool:
-        """As of ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of its
-        ranks."""
+        """Same as in ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of
+        its ranks."""
         refused = self._answers(self._tidied)[1] if self._tidied else {}
         self._tidied, self._may_hold = {}, True
         calls = {
@@ -71,18 +71,18 @@ class MemoryOfNodes:
         return False
 
     def directories(self, role: str) -> list[Path]:
-        """As of ``CheckpointMemory``: one for each rank."""
+        """Same as in ``CheckpointMemory``: one for each rank."""
         return [self._places[node] for node in self._nodes[role]]
 
     def hold(self) -> None:
-        """As of ``CheckpointMemory``."""
+        """Same as in ``CheckpointMemory``."""
         failed = self._answers(self._begin("hold"))[1]
         if failed:
             said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
             raise CheckpointError(f"what the ranks have left in memory cannot be opened: {said}")
 
     def write(self, target: Path) -> WriteOfNodes:
-        """As of ``CheckpointMemory``."""
+        """Same as in ``CheckpointMemory``."""
         return WriteOfNodes(
             self,
             target,
@@ -90,8 +90,8 @@ class MemoryOfNodes:
         )
 
     def free(self) -> None:
-        """As of ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it is
-        gone, its process is too."""
+        """Same as in ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it
+        is gone, its process is too."""
         if not self._may_hold:
             return
         self._places, self._may_hold = {}, False
@@ -162,7 +162,7 @@ class WriteOfNodes:
         return not left or any(_has_failed(call) for call in ready)
 
     def wait(self, longest_s: float) -> float:
-        """As of ``Write``. The first node that fails ends the others too."""
+        """Same as in ``Write``. The first node that fails ends the others too."""
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
@@ -180,7 +180,7 @@ class WriteOfNodes:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """As of ``Write``."""
+        """Same as in ``Write``."""
         self._memory.free()
 
     def _entries(self, node: str, call: ray.ObjectRef[Any]) -> dict[str, Entry]:

@@ -205,7 +205,7 @@ def _left_as_it_was(run_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What stays when workers are built anew.
+    """Everything of a launch that stays when workers are built again.
 
     Attributes:
         config: of the run.

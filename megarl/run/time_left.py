@@ -25,7 +25,7 @@ _DURATION = re.compile(r"\+(\d+):([0-5]\d)(?::([0-5]\d))?")
 
 
 class TimeLeft:
-    """What is left of the time of a launch.
+    """The time that a launch has left.
 
     Args:
         end: unix seconds at which it is over.

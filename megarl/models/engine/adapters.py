@@ -39,7 +39,7 @@ _BASE = ".base_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What ``policy.peft`` says.
+    """Settings of ``policy.peft``.
 
     Attributes:
         rank: of every adapter.

@@ -1,5 +1,5 @@
-"""What the parts of a worker share: where parameters, gradients and optimizer state are, and what is refused
-while they are elsewhere or not the policy's."""
+"""The state that the parts of a worker share: where parameters, gradients and optimizer state are, and what
+is refused while they are elsewhere or not the policy's."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine says to a prompt.
+    """Response of an engine to a prompt.
 
     Attributes:
         tokens: [n] int64, what was sampled, the stop token among them.

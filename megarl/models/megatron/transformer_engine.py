@@ -33,7 +33,7 @@ _WIDTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of Transformer Engine.
+    """Result of looking for Transformer Engine.
 
     Attributes:
         reason: why it cannot be used in this process; None where it can.

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one node has of an engine.
+    """The share of one node in an engine.
 
     Attributes:
         node: its number in the engine, 0 for the one that answers.
