@@ -92,12 +92,14 @@ def _compare(
         device
     )
     wanted = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(device)
+    # as Megatron's layers hand them on
+    by_position, pulled = hidden.transpose(0, 1).contiguous(), wanted.transpose(0, 1).contiguous()
     found: dict[str, tuple[Any, Any]] = {}
 
     def run_ours() -> None:
-        inputs = hidden.transpose(0, 1).clone().requires_grad_()
+        inputs = by_position.clone().requires_grad_()
         outputs, _ = ours(inputs)
-        outputs.backward(wanted.transpose(0, 1))
+        outputs.backward(pulled)
         found["megarl"] = outputs.detach().transpose(0, 1), inputs.grad.transpose(0, 1)
 
     def run_theirs() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.models.engine import gated_delta
 from megarl.models.engine.gated_delta import (
+    ALONE,
     causal_convolution,
     gated_delta_rule,
     gated_delta_step,
@@ -174,3 +175,28 @@ def test_steps_go_on_where_chunks_end() -> None:
         output, state = gated_delta_step(query, key, value, decays, steps, state)
         torch.testing.assert_close(output[0], whole[token], atol=1e-13, rtol=1e-12)
     torch.testing.assert_close(state, last, atol=1e-13, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(3, 11), (2, 70), (4, 1)])
+def test_rows_that_alternate_are_rows_one_behind_the_other(rows: int, length: int) -> None:
+    """To the bit, their gradients as well, but for sums over all tokens."""
+    starts = tuple(range(0, rows * length + 1, length))
+    apart, alternating = leaves(rows * length, torch.float32), leaves(rows * length, torch.float32)
+    by_token = [name for name, tensor in apart.items() if len(tensor) == rows * length]
+
+    def alternate(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (rows, length)).transpose(0, 1).flatten(0, 1)
+
+    with torch.no_grad():
+        for name in by_token:
+            alternating[name].copy_(alternate(apart[name]))
+    outputs = [mixed_by(apart, starts), mixed_by(alternating, starts, ALONE, rows)]
+    assert torch.equal(alternate(outputs[0]), outputs[1])
+    once, again = (
+        gradients_of(given, output) for given, output in zip((apart, alternating), outputs, strict=True)
+    )
+    for name, gradient in once.items():
+        if name in by_token:
+            assert torch.equal(alternate(gradient), again[name]), name
+        else:
+            torch.testing.assert_close(gradient, again[name])

@@ -27,6 +27,7 @@ heads, G value heads (a multiple of H), n chunks, W width of the convolution.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,6 +72,7 @@ def gated_delta_rule(
     step_size: torch.Tensor,
     starts: tuple[int, ...],
     context: ContextShare = ALONE,
+    rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of all tokens, and the state behind each run. Differentiable. A collective over
     context-parallel ranks.
@@ -82,13 +84,15 @@ def gated_delta_rule(
         log_decay, step_size: [t, G].
         starts: where sequences begin over all context-parallel ranks; the last entry is the end.
         context: the ranks that share every sequence.
+        rows: 1, or as many sequences of one length, whose tokens alternate: token s of row b is token s *
+            rows + b.
 
     Returns:
         [t, G, V] and [R, G, K, V], both in float32, or float64 if the values are.
     """
     dtype, width = wide_dtype(value), value.shape[-1]
     keys = key.shape[-1]
-    plan = _plan(run_lengths(starts, context), value.device)
+    plan = _plan(run_lengths(starts, context), rows, value.device)
     initial = None
     if context.size > 1:
         # Its columns carry M next to U: one pass gives both.
@@ -236,7 +240,11 @@ def gated_delta_step(
 
 
 def causal_convolution(
-    inputs: torch.Tensor, weight: torch.Tensor, starts: tuple[int, ...], context: ContextShare = ALONE
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    starts: tuple[int, ...],
+    context: ContextShare = ALONE,
+    rows: int = 1,
 ) -> torch.Tensor:
     """Each channel convolved over the ``W`` last tokens of its own sequence. Differentiable. A collective
     over context-parallel ranks.
@@ -244,54 +252,84 @@ def causal_convolution(
     Args:
         inputs: [t, channels], the part of this context-parallel rank.
         weight: [channels, W]; the last column is of the token itself.
-        starts, context: as of ``gated_delta_rule``.
+        starts, context, rows: as of ``gated_delta_rule``.
 
     Returns:
         [t, channels].
     """
-    width = weight.shape[1]
-    plan = _tail_plan(starts, context.rank, context.size, width, inputs.device)
-    earlier = inputs
+    plan = _tail_plan(starts, context.rank, context.size, weight.shape[1], rows, inputs.device)
+    earlier = None
     if context.size > 1:
-        earlier = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
-    # in front of every run the tokens before it, which are 0 where its sequence begins
-    source = torch.cat(
-        (inputs.new_zeros(1, inputs.shape[1]), *((earlier,) if context.size > 1 else ()), inputs)
-    )
-    convolved: torch.Tensor = _Convolution.apply(source.index_select(0, plan.order), weight)  # type: ignore[no-untyped-call]
-    return convolved.index_select(0, plan.outputs)
+        tails = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
+        earlier = F.pad(tails, (0, 0, 1, 0)).index_select(0, plan.earlier)
+    convolved: torch.Tensor = _Convolution.apply(inputs, weight, earlier, plan)  # type: ignore[no-untyped-call]
+    return convolved
+
+
+CACHED_ROWS = 32
+"""Rows of a convolution that are computed at a time on a CPU, whose cache holds them."""
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Bounds of the rows of ``tensor`` that are computed at a time."""
+    size = len(tensor) if tensor.is_cuda else CACHED_ROWS
+    return ((start, min(start + size, len(tensor))) for start in range(0, len(tensor), size))
 
 
 class _Convolution(torch.autograd.Function):
-    """[t, channels] and [channels, W] to [t - W + 1, channels].
+    """[t, channels], [channels, W] and what comes before each run, [R (W - 1), channels] or None for 0, to
+    [t, channels].
 
     The gradient is written here because torch makes zeros of all tokens for that of each column's slice.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, earlier: torch.Tensor | None, plan: _TailPlan
+    ) -> torch.Tensor:
+        laid = inputs.new_empty(len(inputs) + len(plan.fronts), inputs.shape[1])
+        laid.index_copy_(0, plan.places, inputs)
+        if earlier is None:
+            laid.index_fill_(0, plan.fronts, 0)
+        else:
+            laid.index_copy_(0, plan.fronts, earlier)
+        ctx.save_for_backward(laid, weight)
+        ctx.plan, ctx.has_earlier = plan, earlier is not None
         *others, own = weight.t().contiguous()
-        outputs = inputs[len(others) :] * own
-        for column, factors in enumerate(others):
-            outputs.addcmul_(inputs[column : column + len(outputs)], factors)
-        return outputs
+        reach = len(others)
+        convolved = torch.empty_like(laid[reach:])
+        for start, end in _blocks(convolved):
+            torch.mul(laid[start + reach : end + reach], own, out=convolved[start:end])
+            for column, factors in enumerate(others):
+                convolved[start:end].addcmul_(laid[start + column : end + column], factors)
+        return convolved.index_select(0, plan.places - reach)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (inputs, weight), (gradient,) = ctx.saved_tensors, gradients
-        *others, own = weight.t().contiguous()
-        products = gradient * own
-        of_inputs = F.pad(products, (0, 0, len(others), 0))
-        for column, factors in enumerate(others):
-            of_inputs[column : column + len(gradient)].addcmul_(gradient, factors)
-        # into one memory: on a CPU, new pages cost more than the products
-        columns = [
-            torch.mul(inputs[column : column + len(gradient)], gradient, out=products).sum(0)
-            for column in range(len(others) + 1)
-        ]
-        return of_inputs, torch.stack(columns, dim=1)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (laid, weight), plan = ctx.saved_tensors, ctx.plan
+        factors = weight.t().contiguous()
+        reach = len(factors) - 1
+        # of each place the gradient of its token's output; there is none in front of a run, nor behind the
+        # last one
+        gradient = laid.new_empty(len(laid) + reach, laid.shape[1])
+        gradient.index_copy_(0, plan.places, gradients[0])
+        gradient.index_fill_(0, plan.fronts, 0)
+        gradient[len(laid) :] = 0
+        of_laid, of_factors = torch.zeros_like(laid), torch.zeros_like(factors)
+        for start, end in _blocks(laid):
+            for column, later in enumerate(range(reach, -1, -1)):
+                reached = gradient[start + later : end + later]
+                of_laid[start:end].addcmul_(reached, factors[column])
+                of_factors[column] += (laid[start:end] * reached).sum(0)
+        of_earlier = of_laid.index_select(0, plan.fronts) if ctx.has_earlier else None
+        return of_laid.index_select(0, plan.places), of_factors.t(), of_earlier, None
+
+
+def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
+    """Where tokens, counted sequence by sequence, are among ``count`` tokens of alternating rows."""
+    length = count // rows
+    return tokens % length * rows + tokens // length
 
 
 def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
@@ -337,7 +375,7 @@ class _Plan:
 
 # every layer of a micro-batch asks for the same one
 @lru_cache(maxsize=32)
-def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
+def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     # shorter than a chunk, sequences would be filled up for nothing
     size = min(CHUNK, max(lengths))
     counts = [-(-length // size) for length in lengths]
@@ -348,7 +386,8 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     step = torch.tensor([step for step, going_now in enumerate(going) for _ in range(going_now)])
     column = step[:, None] * size + torch.arange(size)
     is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
-    slots = torch.where(is_token, (torch.tensor(begins)[runs, None] + column).flatten(), 0)
+    tokens = _alternating((torch.tensor(begins)[runs, None] + column).flatten(), begins[-1], rows)
+    slots = torch.where(is_token, tokens, 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
     sent = [
@@ -368,19 +407,22 @@ class _TailPlan:
     Attributes:
         tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
         starts: where sequences begin in the tails of all ranks.
-        order: [t + R (W - 1)] int64, the runs, each behind the W - 1 tokens before it, in one zero, the tails
-            of all ranks and the tokens.
-        outputs: [t] int64, where the result of each token is.
+        earlier: [R (W - 1)] int64, the tokens before each run in one zero and the tails of all ranks.
+        fronts: [R (W - 1)] int64, where these are among the runs, each behind what comes before it.
+        places: [t] int64, where the tokens are there.
     """
 
     tails: torch.Tensor
     starts: tuple[int, ...]
-    order: torch.Tensor
-    outputs: torch.Tensor
+    earlier: torch.Tensor
+    fronts: torch.Tensor
+    places: torch.Tensor
 
 
 @lru_cache(maxsize=32)
-def _tail_plan(starts: tuple[int, ...], rank: int, size: int, width: int, device: torch.device) -> _TailPlan:
+def _tail_plan(
+    starts: tuple[int, ...], rank: int, size: int, width: int, rows: int, device: torch.device
+) -> _TailPlan:
     context, reach = ContextShare(rank, size), width - 1
     # a run that is shorter than the reach of the convolution is all tail
     kept = [
@@ -390,18 +432,19 @@ def _tail_plan(starts: tuple[int, ...], rank: int, size: int, width: int, device
     per_sequence = 1 if context.size == 1 else 2 * context.size
     tail_starts = (0, *itertools.accumulate(per_sequence * count for count in kept))
     of_runs = (0,) if context.size == 1 else (context.rank, per_sequence - 1 - context.rank)
-    first_token = 1 + (tail_starts[-1] if context.size > 1 else 0)
-    tails, order, outputs, begin, laid = [], [], [], 0, 0
+    tails, earlier, fronts, places, begin, laid = [], [], [], [], 0, 0
+    count = starts[-1] // size
     for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
         for chunk, (first, last) in zip(of_runs, context.chunks(start, end), strict=True):
             length = last - first
-            tails.append(torch.arange(begin + length - kept[sequence], begin + length))
+            tails.append(
+                _alternating(torch.arange(begin + length - kept[sequence], begin + length), count, rows)
+            )
             before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
-            order += [
-                torch.where(before < 0, 0, 1 + tail_starts[sequence] + before),
-                torch.arange(length) + first_token + begin,
-            ]
-            outputs.append(torch.arange(laid, laid + length))
-            begin, laid = begin + length, laid + length + reach
-    joined = [sent_to(torch.cat(parts), device) for parts in (tails, order, outputs)]
-    return _TailPlan(joined[0], tail_starts, joined[1], joined[2])
+            earlier.append(torch.where(before < 0, 0, 1 + tail_starts[sequence] + before))
+            fronts.append(torch.arange(laid, laid + reach))
+            places.append(torch.arange(laid + reach, laid + reach + length))
+            begin, laid = begin + length, laid + reach + length
+    alternating = torch.cat(places).unflatten(0, (rows, -1)).t().flatten()
+    joined = [sent_to(tensor, device) for tensor in (*map(torch.cat, (tails, earlier, fronts)), alternating)]
+    return _TailPlan(joined[0], tail_starts, *joined[1:])

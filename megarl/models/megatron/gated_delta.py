@@ -149,8 +149,8 @@ class GatedDeltaMixer(MegatronModule):
         length, rows = projected.shape[:2]
         heads, net = self.key_heads, self.net
         values = net.values // net.key_heads
-        # one row behind the other
-        tokens = projected.transpose(0, 1).reshape(length * rows, heads, -1)
+        # rows alternate: a transpose would copy all projected tokens, and their gradients twice
+        tokens = projected.reshape(length * rows, heads, -1)
         gates = net.value_heads // net.key_heads
         mixed, gate, step, decay = tokens.split([2 * net.key_width + values, values, gates, gates], dim=-1)
         mixed, step = mixed.flatten(1), step.flatten(1).to(wide_dtype(step)).sigmoid()
@@ -160,15 +160,15 @@ class GatedDeltaMixer(MegatronModule):
             if starts is None:
                 whole = length * self.context.size
                 starts = tuple(range(0, whole * rows + 1, whole))
-            convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context)
-            outputs, _ = gated_delta_rule(*self._heads(convolved), decay, step, starts, self.context)
+            convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context, rows)
+            outputs, _ = gated_delta_rule(*self._heads(convolved), decay, step, starts, self.context, rows)
         elif self.rows.is_step:
             outputs = self._step(mixed, decay, step, self.rows)
         else:
             outputs = self._read_prompts(mixed, decay, step, length, self.rows)
         outputs = outputs.to(projected.dtype)
         normed = self.out_norm(outputs, gate.reshape(outputs.shape))
-        return self.out_proj(normed.reshape(rows, length, -1).transpose(0, 1).contiguous())
+        return self.out_proj(normed.reshape(length, rows, -1))
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query and key [t, H, K] of unit length, and value [t, G, V], of what comes out of the convolution,
@@ -183,14 +183,17 @@ class GatedDeltaMixer(MegatronModule):
     ) -> torch.Tensor:
         """Outputs [p * length, G, V] of p prompts that are padded on the left; keeps the state of each."""
         prompts, reach = len(mixed) // length, self.net.convolution - 1
+        by_position = mixed.unflatten(0, (length, prompts))
         if rows.row_lengths is not None:
             # padding that is 0 is what a sequence begins with: it writes nothing to the state
-            is_padding = torch.arange(length, device=mixed.device) < length - rows.row_lengths[:, None]
-            mixed = mixed.masked_fill(is_padding.flatten()[:, None], 0)
+            is_padding = torch.arange(length, device=mixed.device)[:, None] < length - rows.row_lengths
+            by_position = by_position.masked_fill(is_padding[..., None], 0)
         starts = tuple(range(0, prompts * length + 1, length))
-        convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts)
-        outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts)
-        tails = F.pad(mixed.unflatten(0, (prompts, length)), (0, 0, reach, 0))[:, length:]
+        convolved = causal_convolution(
+            by_position.flatten(0, 1), self.conv1d.weight.squeeze(1), starts, rows=prompts
+        )
+        outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts, rows=prompts)
+        tails = F.pad(by_position.transpose(0, 1), (0, 0, reach, 0))[:, length:]
         rows.store_states(self.layer_number, tails, states)
         return outputs
 
