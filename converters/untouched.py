@@ -1,5 +1,5 @@
-"""Parts of a model's directory that training leaves as they are: a vision tower and a layer that predicts
-further tokens, where they have names of their own, and the files of the processor of pictures."""
+"""Parts of a model's directory that training leaves as they are: a vision tower, layers that predict further
+tokens, and the files of the processor of pictures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rule import HuggingFaceTensor, Rule
+from converters.model_config.architecture import Architecture
+from converters.model_config.prediction_layers import copies
 
-_PREFIXES = {"model.visual.": "vision tower", "mtp.": "prediction layer"}
+_VISION, _PREDICTION = "vision tower", "prediction layer"
+_PREFIXES = {"model.visual.": _VISION, "mtp.": _PREDICTION}
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
@@ -25,17 +28,24 @@ class Untouched:
 
     Args:
         source: the checkpoint; read when asked for.
+        architecture: of its files, for prediction layers that are counted on behind the others. Their copies
+            of embedding and output layer are no part of them, because training changes what they repeat.
     """
 
-    def __init__(self, source: HuggingFaceSource) -> None:
+    def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
         self._directory = source.directory
-        self._names = [name for name in source.names() if name.startswith(tuple(_PREFIXES))]
+        self._prefixes = _prefixes(architecture)
+        repeated = set() if architecture is None else {name for name, _ in copies(architecture)}
+        self._names = [
+            name for name in source.names() if name.startswith(tuple(self._prefixes)) and name not in repeated
+        ]
 
     def __str__(self) -> str:
         """Return what they are, with their number; empty where there are none."""
-        counts = {
-            what: sum(name.startswith(prefix) for name in self._names) for prefix, what in _PREFIXES.items()
-        }
+        found = [
+            what for name in self._names for prefix, what in self._prefixes.items() if name.startswith(prefix)
+        ]
+        counts = {what: found.count(what) for what in (_VISION, _PREDICTION)}
         return " and ".join(f"{what} ({count} tensors)" for what, count in counts.items() if count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -49,6 +59,14 @@ class Untouched:
         for path in (self._directory / name for name in _FILES):
             if path.is_file():
                 shutil.copyfile(path, directory / path.name)
+
+
+def _prefixes(architecture: Architecture | None) -> dict[str, str]:
+    """Return the parts that training leaves as they are, by how the names of their tensors begin."""
+    if architecture is None:
+        return _PREFIXES
+    counted = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
+    return {**_PREFIXES, **{f"model.layers.{layer}.": _PREDICTION for layer in counted}}
 
 
 class Completed(MegatronModel):
@@ -74,6 +92,7 @@ class Completed(MegatronModel):
             )
         super().__init__(trained.checkpoint, begun.architecture)
         self.begun = begun
+        self._prefixes = tuple(_prefixes(begun.architecture))
 
     def has(self, rule: Rule) -> bool:
         """See ``MegatronModel``."""
@@ -90,4 +109,4 @@ class Completed(MegatronModel):
         return super().stored_rows(tensor, start, stop)
 
     def _is_untouched(self, tensor: HuggingFaceTensor) -> bool:
-        return tensor.name.startswith(tuple(_PREFIXES)) and self.begun.holds(tensor)
+        return tensor.name.startswith(self._prefixes) and self.begun.holds(tensor)

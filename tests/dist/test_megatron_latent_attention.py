@@ -14,13 +14,16 @@ from unittest import mock
 
 import pytest
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from safetensors.torch import load_file
 from torch import Tensor
 
+from converters.exporting import export_model, plan_export
+from converters.opening import open_megatron
+from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import jobs, mixtures
+from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_equal
-from tests.dist.test_megatron_experts import export
 from tests.models import make_tiny, policy_config
 from tests.prediction_layers import add_prediction_layers
 from tests.tiers import newest_megatron
@@ -59,26 +62,49 @@ def test_many_layers_share_a_table_of_angles(pool: WorkerPool, tmp_path: Path) -
     assert pool.run(1, tables_made, config, batch) == [[1, 0, 0]]
 
 
-def export_and_warnings(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+def train_and_export(config: dict[str, Any], directory: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after a step, which are written as a model and as a checkpoint, and warnings."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("megarl.models.megatron.backend")
     logger.addHandler(handler)
     try:
-        return export(config), warnings
+        worker = jobs.build(config, init_reference_model=False)
+        jobs.step(worker, make_batch(rows=8, length=9, seed=1), NLLLoss())
+        worker.export_hf(f"{directory}/hf")
+        worker.save_checkpoint(f"{directory}/weights")
+        weights = jobs.full_weights(worker)
+        worker.backend.close()
+        return weights, warnings
     finally:
         logger.removeHandler(handler)
 
 
-def test_layers_that_predict_further_are_left_out_aloud(pool: WorkerPool, tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "hf", "deepseek_v3", tied=False, seed=3)
-    expected = mixtures.weights_of(mixtures.load(model), tmp_path / "expected")
-    add_prediction_layers(model)
-    results = pool.run(2, export_and_warnings, policy_config(model, tp=2, sp=True, multiple=2))
-    for weights, _ in results:
-        check_equal(weights, expected)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_are_exported_as_they_were(
+    pool: WorkerPool, tmp_path: Path, family: str
+) -> None:
+    """In a model as in what becomes of a checkpoint; without copies of embedding and output layer, which are
+    trained."""
+    model = make_tiny(tmp_path / "hf", family, tied=False, seed=3)
+    added = add_prediction_layers(model, count=2)
+    results = pool.run(
+        2, train_and_export, policy_config(model, tp=2, sp=True, multiple=2), str(tmp_path / "out")
+    )
+    weights = results[0][0]
+    kept = {
+        name: tensor
+        for name, tensor in added.items()
+        if not name.endswith(("embed_tokens.weight", "head.weight"))
+    }
+    assert len(added) - len(kept) == 4 and not weights.keys() & added.keys()
+    exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
+    check_equal(exported, weights | kept)
     # by one rank
-    assert [
-        "1 layers that predict further tokens" in text for _, warnings in results for text in warnings
-    ].count(True) == 1
+    told = f"not trained, and exported as it was: prediction layer ({len(kept)} tensors)"
+    assert [told in text for _, warnings in results for text in warnings].count(True) == 1
+    export_model(
+        plan_export(open_megatron(tmp_path / "out" / "weights"), untouched_from=model), tmp_path / "exported"
+    )
+    check_equal(load_file(tmp_path / "exported" / "model.safetensors"), exported)

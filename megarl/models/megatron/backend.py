@@ -234,7 +234,7 @@ class MegatronBackend:
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
         # log-probabilities and losses of a text depend neither on prediction layers nor on a vision tower
         self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
-        self.untouched = Untouched(source)
+        self.untouched = Untouched(source, self._stored)
         if dist.get_rank() == 0:
             self._say_what_is_not_trained()
         # Before anything of Megatron-Core runs, which asks torch.cuda in its constructors.
@@ -250,13 +250,6 @@ class MegatronBackend:
         if str(self.untouched):
             logger.warning(
                 "%s: not trained, and exported as it was: %s", self._model_directory, self.untouched
-            )
-        elif self._stored.prediction_layers:
-            logger.warning(
-                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither "
-                "trained nor exported",
-                self._model_directory,
-                self._stored.prediction_layers,
             )
 
     def _build(
