@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import MegarlError
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
-from megarl.observe.timing import STEP_SECONDS, beside_training
+from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT, STEP_SECONDS, beside_training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,8 @@ COLOURS = (
 OTHER_COLOUR = "#8a9299"
 GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
+TIMELINE_STEPS = 12
+"""Of a timeline, so that a step has some pixels."""
 MOST_BARS = MOST_DOTS = 60
 MOST_POINTS = 400
 """Maximum number of points of a curve that are plotted one by one; a longer curve shows the mean and range of
@@ -215,6 +217,42 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
+
+
+def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
+    """Draw when trainer and engines of an asynchronous run work in its last steps.
+
+    Seconds are those from the first of these steps on. A step waits for its groups before it trains on those
+    that are complete first, and otherwise at its end, as the engines do.
+
+    Returns:
+        What the legend says, as of ``draw_phases``.
+    """
+    steps = series[STEP].steps[-TIMELINE_STEPS:]
+    whole, wait, idle = (
+        (series[name].on(steps) if name in series else [0.0] * len(steps))
+        for name in (STEP, f"timing/{ROLLOUT_WAIT}_s", f"timing/{ENGINE_IDLE}_s")
+    )
+    begins = [sum(whole[:index]) for index in range(len(steps))]
+    waits_first = "train/rollouts_ready" in series
+    for row, (who, pauses) in enumerate((("engines", idle), ("trainer", wait))):
+        works = [max(total - pause, 0.0) for total, pause in zip(whole, pauses, strict=True)]
+        late = [
+            total - work if waits_first and who == "trainer" else 0.0
+            for total, work in zip(whole, works, strict=True)
+        ]
+        bars = [(begin + delay, work) for begin, delay, work in zip(begins, late, works, strict=True)]
+        share = sum(works) / sum(whole) if sum(whole) else 0.0
+        axes.broken_barh(
+            bars, (row + 0.15, 0.7), color=COLOURS[row], label=f"{who} ({share:.0%} of the time)"
+        )
+    for begin in begins:
+        axes.axvline(begin, color=GRID_COLOUR, linewidth=1)
+    axes.set_yticks([0.5, 1.5], ["engines", "trainer"])
+    axes.set_xlim(0, sum(whole))
+    axes.set_xlabel(f"seconds, steps {steps[0]} to {steps[-1]}")
+    handles, names = axes.get_legend_handles_labels()
+    return {"handles": handles[::-1], "labels": names[::-1], "title": "works"}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from megarl.observe.drawing import (
     cycled_colours,
     draw_phases,
     draw_smoothed,
+    draw_timeline,
     finish_axes,
     marker_of,
     of_training,
@@ -27,6 +28,7 @@ from megarl.observe.drawing import (
 )
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
 from megarl.observe.step_line import ACCURACY_NAMES, LOSS_NAMES, REWARD_NAMES, THROUGHPUT_NAMES
+from megarl.observe.timing import ENGINE_IDLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +60,7 @@ _RUN_COLOURS = (
     COLOURS[8],
     COLOURS[9],
 )
+_IDLE = f"timing/{ENGINE_IDLE}_s"
 _RUN_LUMINANCES = (0.16, 0.27)
 # Of a line of text in a picture.
 _MOST_CHARACTERS = 44
@@ -182,6 +185,27 @@ PANELS = (
         zero_is_absent=True,
     ),
     Panel(
+        "Age of answers",
+        "steps of training",
+        (
+            Curve(("train/rollout_age",), "oldest weights of an answer"),
+            Curve(("train/token_age",), "weights of a token"),
+        ),
+        from_zero=True,
+        zero_is_absent=True,
+    ),
+    Panel(
+        "Groups of answers that wait",
+        "groups",
+        (
+            Curve(("train/rollouts_ready",), "complete"),
+            Curve(("train/rollouts_running",), "under way"),
+            Curve(("train/rollouts_dropped",), "dropped as too old"),
+        ),
+        from_zero=True,
+        zero_is_absent=True,
+    ),
+    Panel(
         "Throughput",
         "tokens a second",
         (Curve(THROUGHPUT_NAMES, "tokens without padding"),),
@@ -243,6 +267,11 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
         timed = {label: series for label, series in runs.items() if phase_names(series)}
         if timed:
             pictures["Time by phase"] = _draw_timing(timed)
+        if len(runs) == 1 and all(_IDLE in series for series in runs.values()):
+            [series] = runs.values()
+            figure, axes = _figure(0.7 * _HEIGHT)
+            _set_legend(figure, **draw_timeline(axes, series))
+            pictures["Trainer and engines"] = _svg(figure, "timeline")
     return pictures
 
 

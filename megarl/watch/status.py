@@ -192,7 +192,15 @@ def _rollouts_text(state: RunState) -> str:
         f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s
     )
     said = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
-    return f"{said}; of a step waits: {shares}" if shares else said
+    queue = [
+        f"{series.values[-1]:g} {what}"
+        for what, series in (
+            (what, state.series.get(f"train/rollouts_{what}")) for what in ("ready", "running", "dropped")
+        )
+        if series is not None
+    ]
+    waiting = f"; groups: {', '.join(queue)}" if queue else ""
+    return f"{said}; of a step waits: {shares}{waiting}" if shares else f"{said}{waiting}"
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:

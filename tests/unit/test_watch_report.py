@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megarl.cli import main
-from megarl.observe.drawing import COLOURS, MOST_POINTS, OTHER_COLOUR
+from megarl.observe.drawing import COLOURS, MOST_POINTS, OTHER_COLOUR, draw_timeline
 from megarl.observe.panels import PANELS, draw_all, relative_luminance, run_colours
 from megarl.observe.series import Series, thinned
 from megarl.watch.report import write_report
@@ -237,6 +237,30 @@ def test_many_runs_with_long_names_leave_room_for_their_curves(tmp_path: Path) -
     assert plot_area(many["Reward"]) == plot_area(few["Reward"])
     assert plot_area(many["Time by phase"])[0] > 250
     assert len(set(run_colours(20))) == 20
+
+
+@pytest.mark.parametrize("ready_first", [False, True])
+def test_a_timeline_shows_when_trainer_and_engines_work(ready_first: bool) -> None:
+    """In order both wait at the end of a step; ready first the trainer waits before it trains."""
+    steps = tuple(range(1, 31))
+    own = {"timing/step_s": 4.0, "timing/rollout_wait_s": 1.0, "timing/engine_idle_s": 3.0}
+    series = {name: Series(steps, (value,) * 30) for name, value in own.items()}
+    if ready_first:
+        series["train/rollouts_ready"] = Series(steps, (3.0,) * 30)
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    draw_timeline(axes, series)
+    engines, trainer = (
+        [path.get_extents().intervalx.tolist() for path in bars.get_paths()] for bars in axes.collections
+    )
+    assert len(trainer) == 12 and trainer[2] == ([9.0, 12.0] if ready_first else [8.0, 11.0])
+    assert engines[2] == [8.0, 9.0]
+    drawn = draw_all({"run": series})
+    assert {"trainer (75% of the time)", "engines (25% of the time)"} <= words(
+        ElementTree.fromstring(drawn["Trainer and engines"])
+    )
+    assert "Trainer and engines" not in draw_all({"run": series, "other": series})
 
 
 def test_what_is_not_computed_has_no_curve() -> None:

@@ -241,6 +241,21 @@ def test_mismatch_is_shown_only_where_it_was_logged(tmp_path: Path) -> None:
     assert "\nmismatch    1.250000" in shown(make_run(tmp_path / "grpo", token_mult_prob_error=1.25))
 
 
+def test_what_samples_beside_training_is_shown_with_who_waits_and_its_queue(tmp_path: Path) -> None:
+    groups = {"rollouts_ready": 5.0, "rollouts_running": 11.0, "rollouts_dropped": 1.0}
+    run_dir = make_run(tmp_path / "run", steps=4, rollout_age=1.5, **groups)
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {"timing/rollout_wait_s": 0.375, "timing/engine_idle_s": 1.875}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = " ".join(shown(run_dir, 300).split())
+    assert (
+        "sampled 1.5 steps before they are trained on; of a step waits: training 10% and engines 50%" in said
+    )
+    assert "groups: 5 ready, 11 running, 1 dropped" in said
+
+
 def test_responses_without_a_reward_are_counted_where_there_are_any(tmp_path: Path) -> None:
     assert "reward_" not in shown(make_run(tmp_path / "healthy"))
     run_dir = make_run(tmp_path / "run", steps=4)
