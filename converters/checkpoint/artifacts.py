@@ -25,7 +25,8 @@ HF_DIRECTORY = "huggingface"
 TEMPLATES_DIRECTORY = "additional_chat_templates"
 """Where transformers keeps the chat templates of a model that has several."""
 _SPEAKING = re.compile(
-    r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*|merges\.txt|chat_template[^/]*|"
+    r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*"
+    r"|merges\.txt|chat_template[^/]*|"
     rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
 )
 _WEIGHTS = {

@@ -174,19 +174,29 @@ DEFAULTS: dict[str, Any] = {
 }
 """What Megatron-Core takes where an older release had no such setting."""
 _LOOKS_LIKE_THE_MODEL = re.compile(
-    r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation|gelu|swiglu|glu|expert|experts|router"
-    r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated|bias|heads?|hyper|engram)(_|$)|^moe_"
+    r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation"
+    r"|gelu|swiglu|glu|expert|experts|router"
+    r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated"
+    r"|bias|heads?|hyper|engram)(_|$)|^moe_"
 )
 _NEVER_THE_MODEL = re.compile(
-    r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode|decoupled|defer|delay|dino|disable"
-    r"|dist|distribute|distributed|dsa|dump|enable|eod|eval|exit|expert_model_parallel|expert_tensor_parallel|external|fim|fine_grained"
-    r"|finetune|flash|fp16|fp32_residual_connection|fp4|fp8|freeze|fsdp|ft|fused_residual_rmsnorm|global|grad|gradient|grpo|head_lr|ict"
-    r"|inference|init_method|init_model|inprocess|keep|kitchen|langrl|linear_(conv|key|num|value)|lion|load|logits_(load|save)|log|lr|mamba"
-    r"|masked_softmax_fusion|megatron_fsdp|memory|micro|min_lr|mlp_chunks|mtp_(detach|grad|loss|standalone|use_repeated|hybrid)|muon|mup|nccl"
-    r"|no_(load|persist|save|weight_decay)|non_persistent|offload|one_logger|optimizer|output_bert|overlap|persist|pin|pipeline|profile"
-    r"|qk_clip|recompute|refit|relative_attention|rerun|reset|rl|rollout|sample|save|sequence|sglang|sharp|straggler|swin|te|tensor"
+    r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode"
+    r"|decoupled|defer|delay|dino|disable"
+    r"|dist|distribute|distributed|dsa|dump|enable|eod|eval|exit|expert_model_parallel"
+    r"|expert_tensor_parallel|external|fim|fine_grained"
+    r"|finetune|flash|fp16|fp32_residual_connection|fp4|fp8|freeze|fsdp|ft|fused_residual_rmsnorm|global"
+    r"|grad|gradient|grpo|head_lr|ict"
+    r"|inference|init_method|init_model|inprocess|keep|kitchen|langrl|linear_(conv|key|num|value)|lion"
+    r"|load|logits_(load|save)|log|lr|mamba"
+    r"|masked_softmax_fusion|megatron_fsdp|memory|micro|min_lr|mlp_chunks|mtp_(detach|grad|loss|standalone"
+    r"|use_repeated|hybrid)|muon|mup|nccl"
+    r"|no_(load|persist|save|weight_decay)|non_persistent|offload|one_logger|optimizer|output_bert|overlap"
+    r"|persist|pin|pipeline|profile"
+    r"|qk_clip|recompute|refit|relative_attention|rerun|reset|rl|rollout|sample|save|sequence|sglang|sharp"
+    r"|straggler|swin|te|tensor"
     r"|tensorboard|test|tp|train|transformer_impl|update_weight|vision|wandb|weight_decay|wgrad"
-    r"|use_(cpu|dist|flash|fused|gloo|grouped_gemm|kitchen|mamba|megatron_fsdp|ring|te|torch|tp|transformer_engine))(_|$)"
+    r"|use_(cpu|dist|flash|fused|gloo|grouped_gemm|kitchen|mamba|megatron_fsdp|ring|te|torch|tp"
+    r"|transformer_engine))(_|$)"
 )
 INERT = frozenset(
     {

@@ -26,13 +26,15 @@ _WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*"
 # A and I are words too
 _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
 _CHOICE = re.compile(
-    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option|choice)\s+)?{_LETTER}"
+    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option"
+    rf"|choice)\s+)?{_LETTER}"
 )
 _CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
 _BEFORE_SECOND = r"\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t]"
 _SECOND_LETTER = re.compile(
     r"[)\]}*$( "
-    rf"\t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})"
+    rf"\t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])"
+    rf"|{_LETTER})"
     r"|[)\]}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
 )
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")

@@ -112,7 +112,8 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, replacement in (
         # looks, not meaning
         (
-            r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it|mathstrut|strut)(?![a-zA-Z])",
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it"
+            r"|mathstrut|strut)(?![a-zA-Z])",
             " ",
         ),
         (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
@@ -169,12 +170,14 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _IN_TEXT = re.compile(
-    r"\\(?:text|textrm|textbf|textit|textsf|texttt|textnormal|textup|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|emph)\s*"
+    r"\\(?:text|textrm|textbf|textit|textsf|texttt|textnormal|textup|mathrm|mathbf|mathit|mathsf|mbox|hbox"
+    r"|operatorname\*?|emph)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\rm\s*([^{}]*)\}"
 )
 _OF_DAY = re.compile(r"\b([apAP])\.\s?[mM]\b\.?")
 _BARE = re.compile(
-    rf"\\(?:begin|end)\s*\{{[^}}]*\}}|\\[a-zA-Z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[a-zA-Z]{{2,}}(?:'[a-z]+)?\.?|(?<=[0-9.])(?:st|nd|rd|th)\b"
+    rf"\\(?:begin|end)\s*\{{[^}}]*\}}|\\[a-zA-Z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[a-zA-Z]{{2,}}(?:'[a-z]+)?\.?"
+    rf"|(?<=[0-9.])(?:st|nd|rd|th)\b"
 )
 _ORDINAL = re.compile(
     rf"(?<=[0-9}}])\s*(?:\^\s*)?\{{?\s*(?:{OPEN}\s*(?:st|nd|rd|th)\s*{CLOSE}|(?:st|nd|rd|th)\b)\s*\}}?"
@@ -186,7 +189,8 @@ _UNIT_POWER = re.compile(rf"\s*{CLOSE}\s*\^\s*\{{?\s*(-?[0-9])\s*\}}?")
 _UNIT_QUOTIENT = re.compile(rf"{CLOSE}\s*/\s*(?:{OPEN}|([a-z]+)(?![a-zA-Z]))")
 _UNIT_PRODUCT = re.compile(rf"{CLOSE}\s*(?:\\cdot|\\times)?\s*{OPEN}")
 _ANGLE = re.compile(
-    rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}}?)?\s*[({{]?\s*([0-9.]+)\s*{OPEN}degree{CLOSE}\s*[)}}]?"
+    rf"(\\(?:sin|cos|tan|cot|sec"
+    rf"|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}}?)?\s*[({{]?\s*([0-9.]+)\s*{OPEN}degree{CLOSE}\s*[)}}]?"
 )
 _LISTED = re.compile(rf"{OPEN}[\s,;]*(and|or)[\s,;]*{CLOSE}")
 _JOINING = re.compile(rf"\s+(and|or)\s*{CLOSE}(?=\s*[-+0-9\\(\[.])")
@@ -292,7 +296,8 @@ _TWO_ARGUMENTS = re.compile(r"\\(frac|binom)\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{
 _ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _ROOT_ARGUMENT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _REPEATING = re.compile(
-    r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overbar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|\(([0-9]+)\))"
+    r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overbar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
+    r"(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|\(([0-9]+)\))"
 )
 _CONTINUED = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)\s*\\ldots")
 

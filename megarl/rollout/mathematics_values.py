@@ -32,9 +32,11 @@ _LARGEST_EXPONENT = 10_000
 
 _INTEGER, _DECIMAL = r"[0-9]+", r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})?\s*\\frac\s*\{{\s*(?P<inner>-?)\s*(?P<over>{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>{_DECIMAL})\s*\}}"
+    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})?\s*\\frac\s*"
+    rf"\{{\s*(?P<inner>-?)\s*(?P<over>{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>{_DECIMAL})\s*\}}"
     rf"|(?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})"
-    rf"|(?P<decimal>{_DECIMAL})(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*(?P<exponent>[-+]?[0-9]+)\s*\}}?)?)"
+    rf"|(?P<decimal>{_DECIMAL})(?:\s*(?:\\times|\\cdot"
+    rf"|\*)\s*10\s*\^\s*\{{?\s*(?P<exponent>[-+]?[0-9]+)\s*\}}?)?)"
 )
 
 

@@ -34,7 +34,8 @@ _FENCED = re.compile(
     rf"\A(?:function{_SEPARATOR})?([^\n<]+)(?:\n```json\n|{_SEPARATOR})(.*?)(?:\n```)?\s*\Z", re.DOTALL
 )
 _HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
+    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?"
+    r"<\|message\|>(.*?)(?:<\|call\|>|\Z)",
     re.DOTALL,
 )
 
