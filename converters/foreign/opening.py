@@ -29,7 +29,13 @@ from converters.foreign.settings import (
     with_rope_factor,
     with_settings_of_whole_layers,
 )
-from converters.foreign.view import CanonicalTensors, refuse_adapters, with_whole_layers, without_prefix
+from converters.foreign.view import (
+    CanonicalTensors,
+    refuse_adapters,
+    refuse_own_gated_delta_nets,
+    with_whole_layers,
+    without_prefix,
+)
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
@@ -138,6 +144,7 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
             weights.
     """
     refuse_adapters(checkpoint)
+    refuse_own_gated_delta_nets(checkpoint)
     return with_whole_layers(
         without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
     )

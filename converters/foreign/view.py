@@ -209,6 +209,29 @@ def refuse_adapters(tensors: StoredTensors) -> None:
         )
 
 
+def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
+    """Refuse Megatron-Core's own gated delta nets: it stores their projection part by part, and the weight of
+    their output norm less 1, which cannot be undone bit for bit.
+
+    Raises:
+        ConversionError: there are some.
+    """
+    found = next(
+        (
+            key
+            for key in tensors
+            if key.endswith("self_attention.in_proj.weight.query") and "optimizer." not in key
+        ),
+        None,
+    )
+    if found is not None:
+        raise ConversionError(
+            f"{tensors.directory} holds Megatron-Core's own gated delta nets ({found}), which are not "
+            "converted",
+            "convert what megarl has trained, or export it with the trainer that wrote it",
+        )
+
+
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
     """Return the tensors without what stands before every key of the model (``model.``, ``module.``). Other
     keys, of optimizers, stay as they are.

@@ -234,6 +234,15 @@ def test_patterns_that_make_no_layers_are_refused_by_their_symbol(
             "layers.0.mixer.in_proj.weight is stored",
         ),
         (
+            lambda tensors: (
+                halves(tensors) | {"decoder.layers.0.self_attention.in_proj.weight.query": torch.ones(3)}
+            ),
+            (
+                "holds Megatron-Core's own gated delta nets "
+                "(decoder.layers.0.self_attention.in_proj.weight.query)"
+            ),
+        ),
+        (
             lambda tensors: halves(tensors) | {"mtp.layers.0.enorm.weight": torch.ones(3)},
             "predict further tokens (mtp.*)",
         ),
