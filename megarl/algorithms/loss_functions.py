@@ -84,14 +84,16 @@ class ClippedPGLossFn:
 
     For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
 
-        clipped    = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))        PPO, arXiv
-        1707.06347; DAPO, arXiv 2503.14476 clipped    = min(clipped, -A ratio_clip_c) where A < 0
-        dual clip, arXiv 1912.09729 clipped    = -sg(clip(r, ...)) A current with use_cispo
-        CISPO, arXiv 2506.13585, equation 4 loss       = mean(w clipped) + mean(v beta k(current, reference))
-        k1, k2, k3: see calculate_kl
-                     - entropy_coef mean(entropy)
-        w          = exp(previous - generation) with use_importance_sampling_correction, else 1
-        v          = sg(exp(current - generation)) with use_on_policy_kl_approximation, else 1
+        clipped = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))
+        clipped = min(clipped, -A ratio_clip_c)    where A < 0, with ratio_clip_c
+        clipped = -sg(clip(r, ...)) A current      with use_cispo, in place of both
+        loss    = mean(w clipped) + mean(v beta k(current, reference)) - entropy_coef mean(entropy)
+        w       = exp(previous - generation)       with use_importance_sampling_correction, else 1
+        v       = sg(exp(current - generation))    with use_on_policy_kl_approximation, else 1
+
+    The first is PPO's (arXiv 1707.06347), with two epsilons DAPO's (arXiv 2503.14476); the second is the dual
+    clip (arXiv 1912.09729), the third CISPO (arXiv 2506.13585, equation 4). sg stops the gradient, beta is
+    ``reference_policy_kl_penalty``, and ``calculate_kl`` has k1, k2 and k3.
 
     With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its
     tokens of current - previous) and the weight w = exp(mean of previous - generation) (GSPO, arXiv

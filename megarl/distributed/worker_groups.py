@@ -83,7 +83,7 @@ class MultiWorkerFuture:
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
 
     def selected(self, values: Sequence[Any]) -> list[Any]:
-        """Selected of one value for each future, those that belong to the result, in the order of
+        """Select from one value for each future those that belong to the result, in the order of
         ``return_from_workers``."""
         if self.return_from_workers is None:
             return list(values)

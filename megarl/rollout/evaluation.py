@@ -194,12 +194,10 @@ def estimates_of(
 
     Returns:
         ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its
-        confidence interval of 95 % over prompts, where there are at least two; and for several answers a
-        prompt, over the prompts all k answers of which were scored, so
-        that all are of the same prompts: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``;
-            ``majority@k``, the mean of
-        ``majority``; and ``pass@k_prompts``, the number of these prompts, without any of which there is no
-        other. Nothing where no answer was scored.
+        confidence interval of 95 % over prompts, where there are at least two. For several answers a prompt
+        also, over the prompts all k answers of which were scored: ``pass@j``, for j = 2, 4, ... and k, the
+        mean of ``pass_at``; ``majority@k``, the mean of ``majority``; and ``pass@k_prompts``, the number of
+        these prompts; if it is 0, the others are left out. Nothing if no answer was scored.
     """
     prompts = [
         [

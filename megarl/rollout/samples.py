@@ -86,9 +86,9 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
 
     Returns:
         Over these tokens: ``mismatch_mean`` and ``mismatch_max`` of the absolute difference,
-            ``mismatch_share_above_0.05`` of the tokens,
-        and ``token_mult_prob_error``, the mean of exp(|difference|). A difference that is not a number is
-        counted as infinite. Without any token 0, 0, 0 and 1.
+        ``mismatch_share_above_0.05`` of the tokens, and ``token_mult_prob_error``, the mean of
+        exp(|difference|). A difference that is not a number is counted as infinite. Without any token 0, 0, 0
+        and 1.
     """
     counted = mask.reshape(-1).nonzero().squeeze(1)
     difference = _differences(generation.reshape(-1)[counted], policy.reshape(-1)[counted])

@@ -43,7 +43,7 @@ class Schedule:
     val_at_end: bool = False
 
     def validates_after(self, step: int) -> bool:
-        """Whether a validation follows this step."""
+        """Return whether a validation follows this step."""
         periodic = self.val_period > 0 and step % self.val_period == 0
         return periodic or (self.val_at_end and step == self.total_steps)
 

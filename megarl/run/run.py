@@ -95,13 +95,13 @@ NOT_SAVED = 1
 
 
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
-    """Train as the configuration says, from the latest checkpoint of the run where there is one.
+    """Train a configuration, from the run's latest checkpoint if it has one.
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
-        ``checkpoints/step_N`` and, with
-    ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to
-    stop (see ``megarl.run.stopping``), it ends after the step it is in, with a checkpoint. After a loss of
-    workers it goes on with new ones from the newest checkpoint, ``cluster.max_restarts`` times.
+    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers
+    are gone afterwards. Asked to stop (see ``megarl.run.stopping``), it ends after the step it is in, with a
+    checkpoint. After a loss of workers it goes on with new ones from the newest checkpoint,
+    ``cluster.max_restarts`` times.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
@@ -110,9 +110,8 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
             where it is one.
 
     Returns:
-        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again,
-            130 for such a one that
-        Ctrl-C stopped, 1 for one that was stopped and has no checkpoints.
+        The exit code: 0 for a finished run, 75 for a stopped one that goes on when it is started again, 130
+        for such a one that Ctrl-C stopped, 1 for a stopped one that has no checkpoints.
 
     Raises:
         MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of
@@ -228,8 +227,8 @@ class _Launch:
     make_policy: PolicyFactory
 
     def look_around(self) -> None:
-        """After each step, before anything is written: whether the directory is still there, and room for
-        what processes share."""
+        """Check after each step, before anything is written, that the run directory is still there and that
+        shared memory has room; raises otherwise."""
         self.memory.look()
         self.lock.require_place()
 

@@ -73,7 +73,7 @@ class VocabularyShard:
 
 
 def working_dtype(logits: torch.Tensor) -> torch.dtype:
-    """What is computed in: float32, but for logits in float64."""
+    """Return the dtype to compute in: float32, but for logits in float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 

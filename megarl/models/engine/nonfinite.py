@@ -122,7 +122,7 @@ class SkipLimit:
 
 
 def on_all_ranks(holds: bool, device: torch.device) -> bool:
-    """Whether something holds on every rank; one scalar over all ranks, so that all act alike."""
+    """Return whether something holds on every rank; one scalar over all ranks, so that all act alike."""
     flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)

@@ -1,4 +1,4 @@
-"""What a pass asks of a model's output layer, where that is less than the logits of all its positions.
+"""Requests of a pass to a model's output layer for less than the logits of all its positions.
 
 A ``Request`` names the positions that are wanted: hidden states are selected before the output layer, and
 neither its product nor the softmax is computed for the others. With a chunk size the output layer gives
@@ -37,7 +37,7 @@ from megarl.models.generation.sampling import SamplingSettings
 
 @dataclass(slots=True)
 class Request:
-    """What one micro-batch's pass wants of the output layer.
+    """Request of one micro-batch's pass to the output layer.
 
     Attributes:
         index: [k] int64, ascending: the positions that are wanted, counted through [n, t]; None for all of
@@ -106,8 +106,8 @@ class Request:
         return answer
 
     def is_answer(self, output: torch.Tensor) -> bool:
-        """Whether ``scores`` can read ``output``: logits may have gone through more than the output layer,
-        log-probabilities not."""
+        """Return whether ``scores`` can read ``output``: logits may have gone through more than the output
+        layer, log-probabilities not."""
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
     def scores(self, output: torch.Tensor) -> TokenScores:
@@ -214,7 +214,7 @@ def answer_requests(
 
 
 def answers_requests(layer: nn.Module) -> bool:
-    """Whether ``answer_requests`` taught an output layer to."""
+    """Return whether ``answer_requests`` has changed an output layer."""
     return getattr(layer, _ANSWERS, False)
 
 

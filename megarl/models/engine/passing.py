@@ -175,8 +175,7 @@ class PassingWorker(WorkerState):
 
         Returns:
             As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
-                ``topk_indices`` [B, S, k] int64, and
-            ``logprobs`` [B, S] of the tokens that are there.
+            ``topk_indices`` [B, S, k] int64, and ``logprobs`` [B, S] of the tokens of ``data``.
         """
         self._require("get_topk_logits")
         batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)

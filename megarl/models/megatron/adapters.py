@@ -5,9 +5,8 @@ A layer that Megatron fuses (query, key and value; gate and up) has one pair of 
 as in PEFT. The factor that faces the cut side of the layer is cut with it, and the other one is whole on
 every tensor-parallel rank:
 
-    column-parallel   h = s A x, whole on every rank;   B cut by rows       gradient of A: of what all ranks
-    make of h row-parallel      h = s sum over ranks of A x;      A cut by columns    gradient of B: of the
-    rank's output
+    column-parallel   h = s A x, whole on every rank   B cut by rows      gradient of A: from h of all ranks
+    row-parallel      h = s sum over ranks of A x      A cut by columns   gradient of B: from its own output
 
 Under sequence parallelism a rank finds the gradient of the whole factor for its run of the sequence alone.
 Such a factor says so (``sequence_parallel``), and Megatron-Core adds these up over the ranks as it does those

@@ -270,8 +270,8 @@ class MegatronBackend:
         self.experts = parallel.expert_groups(self.groups)
         self._equal_tokens = megatron["moe_token_dispatcher_type"] == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
-        # Packed sequences need the share alone: make_sequence_length_divisible_by is about rows, as in NeMo-
-        # RL.
+        # Packed sequences need the share alone: make_sequence_length_divisible_by is about rows, as it is in
+        # NeMo-RL.
         self.shapes = Shapes(
             math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1
         )

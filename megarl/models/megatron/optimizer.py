@@ -94,7 +94,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
 
 
 def _kind_found() -> str:
-    """Whose optimizers Megatron-Core found when it was imported."""
+    """Name the package whose fused optimizers Megatron-Core found when it was imported."""
     if distrib_optimizer.USING_TE_OPTIMIZER:
         return "Transformer Engine's"
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
@@ -320,7 +320,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
 
 
 def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
-    """Whether an overflow lowers float16's loss scale, so that the next batch may well pass."""
+    """Return whether an overflow lowers float16's loss scale, so that the next batch may well pass."""
     scaler = getattr(next(iter(getattr(optimizer, "chained_optimizers", [optimizer]))), "grad_scaler", None)
     least = getattr(scaler, "min_scale", None)
     return scaler is not None and least is not None and float(scaler.scale) > float(least)

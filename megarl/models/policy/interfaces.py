@@ -100,8 +100,7 @@ class PolicyInterface(ABC):
 
         Returns:
             ``loss``: float tensor [number of global batches]; ``grad_norm``: None in ``eval_mode``;
-                ``all_mb_metrics``: {name: list of
-            numbers}.
+            ``all_mb_metrics``: {name: list of numbers}.
         """
 
     @abstractmethod
