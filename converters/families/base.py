@@ -40,7 +40,7 @@ def features_of(config: Config, **keys: str | bool) -> Features:
     Args:
         config: with the defaults of its family filled in.
         **keys: the config key that switches a feature on, or whether the family has it always; features that
-        are left out it never has.
+            are left out it never has.
     """
     return Features(
         **{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()}
