@@ -9,7 +9,7 @@ the process environment:
     FAKE_PIP_FAILS     pip writes a message and ends with status 1 when this word is among its arguments
     FAKE_PYTEST_FAILS  pytest writes a message and ends with status 1 when this word is among its arguments
     FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until
-    something comes through ``release``
+                       something comes through ``release``
 """
 
 from __future__ import annotations

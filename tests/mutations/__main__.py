@@ -1,7 +1,8 @@
 """Plant faults and run the tests that have to see them, each until the first failure.
 
     python -m tests.mutations                  the rows of the table that name tests, and mutants of every
-    module that names some python -m tests.mutations NAME ...         rows and modules by name
+                                               module that names some
+    python -m tests.mutations NAME ...         rows and modules by name
     python -m tests.mutations --all NAME ...   against all tests of the files, not the default tier alone
 
 A fault that unit tests have to see is planted in a forked process that has imported them. What is not seen
