@@ -125,7 +125,9 @@ class Distillation(Sampled):
         from megarl.rollout.collector import add_metrics, part_metrics
         from megarl.rollout.segment_rows import SegmentRows
 
-        rollouts = self.sample(step).rollouts
+        self.turns.take(ACTOR)
+        sampled = self.take(step)
+        rollouts = sampled.rollouts
         rows = self.rows_of(rollouts)
         samples, records = rows.samples, [record.index for record in rows.records]
         batch, of_pass = self._own_columns(samples)
@@ -156,7 +158,9 @@ class Distillation(Sampled):
             "num_tokens": int(samples["input_lengths"].sum()),
             **part_metrics([rollouts.samples]),
             **of_pass,
-            "epoch": self.sampler.epoch,
+            **self.settle(samples, step),
+            **self.age_metrics(batch, samples, step),
+            "epoch": sampled.epoch,
         }
         return add_metrics(own, [rollouts.metrics])
 
@@ -167,9 +171,11 @@ class Distillation(Sampled):
 
         if self.is_topk:
             return self.batch_of(samples, previous=False, reference=False), {}
-        batch = self.batch_of(
-            samples, previous=True, reference=bool(self.run_config["loss_fn"]["reference_policy_kl_penalty"])
-        )
+        reference = bool(self.run_config["loss_fn"]["reference_policy_kl_penalty"])
+        batch = self.batch_of(samples, previous=not self.anchors_at_engine, reference=reference)
+        if self.anchors_at_engine:
+            batch["prev_logprobs"] = batch["generation_logprobs"]
+            return batch, {}
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 

@@ -11,7 +11,6 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, ModelSection, Parts, Role
 from megarl.algorithms.sampled import Sampled, SampledConfig, Sampling, answer_metrics, mean
-from megarl.config.asynchrony import AsyncConfig
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import model_sections
@@ -120,25 +119,6 @@ class RewardedConfig(SampledConfig):
 
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation."""
-
-    async_grpo: NotRequired[
-        Annotated[
-            AsyncConfig,
-            Key(
-                "sample the batches of later steps while a step trains.",
-                default={
-                    "enabled": False,
-                    "schedule": "in_order",
-                    "max_trajectory_age_steps": 1,
-                    "lookahead_steps": 1,
-                    "on_stale": "wait",
-                    "in_flight_weight_updates": True,
-                    "replay": None,
-                    "recompute_logprobs": True,
-                },
-            ),
-        ]
-    ]
 
     num_generations_per_prompt: Annotated[
         int,
@@ -521,41 +501,6 @@ class GRPO(Sampled):
         if self.anchors_at_engine:
             batch["prev_logprobs"] = batch["generation_logprobs"]
         return batch
-
-    @property
-    def anchors_at_engine(self) -> bool:
-        """Tell whether ratios are to the policy that sampled, as the engine has said its
-        log-probabilities."""
-        return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
-
-    def age_metrics(
-        self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
-    ) -> dict[str, float]:
-        """Measure the age of a step's answers, where they are sampled beside training.
-
-        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those
-        that are trained, ``token_age`` the same of each token, and ``effective_sample_share`` is that of the
-        tokens that count, (sum w)^2 / (n sum w^2) with w the ratio of the policy before the step to the one
-        that sampled.
-        """
-        from megarl.rollout.samples import effective_share
-        from megarl.rollout.trajectory import TOKEN_VERSIONS
-
-        if self.ahead is None:
-            return {}
-        age = {"rollout_age": float(step - 1 - samples["weight_version"].double().mean())}
-        if TOKEN_VERSIONS in samples:
-            versions = samples[TOKEN_VERSIONS][samples["token_mask"] != 0]
-            age["token_age"] = float(step - 1 - versions.double().mean()) if len(versions) else 0.0
-        if self.anchors_at_engine:
-            return age
-        counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-        return {
-            **age,
-            "effective_sample_share": effective_share(
-                batch["prev_logprobs"] - batch["generation_logprobs"], counts
-            ),
-        }
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:

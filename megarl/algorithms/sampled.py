@@ -62,6 +62,24 @@ class SampledConfig(TypedDict):
             ),
         ]
     ]
+    async_grpo: NotRequired[
+        Annotated[
+            AsyncConfig,
+            Key(
+                "sample the batches of later steps while a step trains.",
+                default={
+                    "enabled": False,
+                    "schedule": "in_order",
+                    "max_trajectory_age_steps": 1,
+                    "lookahead_steps": 1,
+                    "on_stale": "wait",
+                    "in_flight_weight_updates": True,
+                    "replay": None,
+                    "recompute_logprobs": True,
+                },
+            ),
+        ]
+    ]
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
@@ -231,6 +249,8 @@ class Sampled(Algorithm):
         if self.validation_data is None:
             return {}
         self.turns.take(ACTOR)
+        if self.refit is not None and not self.refit.colocated:
+            self.turns.bring(ACTOR)
         size = self.config["val_batch_size"]
         validated = [
             answer_set(self.collector, each, size)
@@ -245,6 +265,9 @@ class Sampled(Algorithm):
 
     def take(self, step: int) -> Sampling:
         """The batch that a step trains on: sampled now, or while an earlier step trained."""
+        if self.refit is not None and not self.refit.colocated:
+            # engines apart get its weights, which another model may have moved to host memory
+            self.turns.bring(ACTOR)
         # what is sampled from here to the next step is sampled
         # with the weights that all steps before this one have made
         self._version = step - 1
@@ -297,6 +320,40 @@ class Sampled(Algorithm):
         if self.ahead is not None:
             self.ahead.close()
 
+    @property
+    def anchors_at_engine(self) -> bool:
+        """Whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
+        return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
+
+    def age_metrics(
+        self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
+    ) -> dict[str, float]:
+        """Measure the age of a step's answers, where they are sampled beside training.
+
+        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those
+        that are trained, ``token_age`` the same of each token, and ``effective_sample_share`` is that of the
+        tokens that count, (sum w)^2 / (n sum w^2) with w the ratio of the policy before the step to the one
+        that sampled.
+        """
+        from megarl.rollout.samples import effective_share
+        from megarl.rollout.trajectory import TOKEN_VERSIONS
+
+        if self.ahead is None:
+            return {}
+        age = {"rollout_age": float(step - 1 - samples["weight_version"].double().mean())}
+        if TOKEN_VERSIONS in samples:
+            versions = samples[TOKEN_VERSIONS][samples["token_mask"] != 0]
+            age["token_age"] = float(step - 1 - versions.double().mean()) if len(versions) else 0.0
+        if self.anchors_at_engine or "prev_logprobs" not in batch:
+            return age
+        counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        return {
+            **age,
+            "effective_sample_share": effective_share(
+                batch["prev_logprobs"] - batch["generation_logprobs"], counts
+            ),
+        }
+
     def _sampled(self, step: int) -> Sampling:
         return replace(self.sample(step), epoch=self.sampler.epoch)
 
@@ -312,7 +369,9 @@ class Sampled(Algorithm):
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts."""
-        self.turns.take(ACTOR)
+        if self.refit is None or self.refit.colocated:
+            # while engines apart sample, another model may have its devices
+            self.turns.take(ACTOR)
         version = step - 1 if self._version is None else self._version
         return self._sampling_collector.collect(
             self.train_data.select(indices), self.generations, seeds, weight_version=version

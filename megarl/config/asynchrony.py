@@ -8,7 +8,8 @@ from typing_extensions import TypedDict
 
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
-SECTION = "grpo.async_grpo"
+NAME = "async_grpo"
+"""Of the section, in that of each algorithm whose policy answers."""
 
 
 class AsyncConfig(TypedDict):

@@ -46,23 +46,30 @@ BOUNDED = [
 OF_AGE = ("train/rollout_age", "train/effective_sample_share")
 
 
-def beside(lag: int) -> list[str]:
-    return ["grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={lag}"]
+def beside(lag: int, section: str = "grpo") -> list[str]:
+    return [f"{section}.async_grpo.enabled=true", f"{section}.async_grpo.max_trajectory_age_steps={lag}"]
 
 
 class Program:
     """Runs of one configuration."""
 
     def __init__(
-        self, directory: Path, material: Material, launches: Launches, backend: str = "megatron"
+        self,
+        directory: Path,
+        material: Material,
+        launches: Launches,
+        backend: str = "megatron",
+        section: str = "grpo",
     ) -> None:
-        self.directory, self.launches = directory, launches
+        self.directory, self.launches, self.section = directory, launches, section
         self.config = directory / "run.yaml"
-        base = write_config(directory / "base.yaml", "grpo", material)
+        changes = {"teacher": {"model_name": str(material.taught)}} if section == "distillation" else {}
+        base = write_config(directory / "base.yaml", section, material, **changes)
         self.config.write_text(yaml.safe_dump({"defaults": str(base), **ON_TORCH.get(backend, {})}))
 
     def start(self, name: str, *overrides: str, **variables: str) -> Launch:
-        arguments = [*APART, *BOUNDED, f"grpo.max_num_steps={STEPS}", *overrides]
+        bounded = [] if self.section == "distillation" else BOUNDED
+        arguments = [*APART, *bounded, f"{self.section}.max_num_steps={STEPS}", *overrides]
         return self.launches.start(self.config, self.directory / name, arguments, variables)
 
     def finish(self, name: str, *overrides: str, **variables: str) -> Path:
@@ -102,6 +109,30 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
     assert all(0 < row["train/effective_sample_share"] <= 1 for row in trained)
     # what the engine said is the policy's word of k steps ago, and not of now
     assert any(row["train/mismatch_max"] > 1e-3 for row in trained)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("section", "toy", "changes"),
+    [
+        ("ppo", "SerialLagPPO", []),
+        ("distillation", "SerialLagDistillation", ["policy.model_name={untaught}"]),
+    ],
+    ids=["ppo", "distillation"],
+)
+def test_models_beside_the_policy_change_nothing(
+    section: str, toy: str, changes: list[str], tmp_path: Path, material: Material, launches: Launches
+) -> None:
+    """A critic and a teacher have the policy's devices in turn with it, while engines sample."""
+    program = Program(tmp_path, material, launches, section=section)
+    changes = [change.replace("{untaught}", str(material.model)) for change in changes]
+    beside_training = program.finish("beside", *changes, *beside(1, section))
+    serial = program.finish("serial", *changes, f"algorithm={TOYS}:{toy}", SERIAL_LAG="1")
+    assert without_ages(beside_training) == without_ages(serial)
+    assert weights(beside_training) == weights(serial)
+    trained = [row for row in read_rows(beside_training) if row["step"] > 0]
+    assert [row["train/rollout_age"] for row in trained] == [min(step, 1) for step in range(STEPS)]
+    assert any(row["train/grad_norm"] > 0 for row in trained if "train/grad_norm" in row)
 
 
 @slow

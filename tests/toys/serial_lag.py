@@ -1,4 +1,4 @@
-"""GRPO on old answers, one thing after another: what asynchronous training has to be equal to, and with
+"""Training on old answers, one thing after another: what asynchronous training has to be equal to, and with
 delays, what must not matter.
 
 ``SERIAL_LAG`` in the environment is k. Nothing of the code that samples beside training is used: the weights
@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.ppo import PPO
+from megarl.algorithms.sampled import Sampled
 
 
-class SerialLag(GRPO):
+class Lag(Sampled):
     """The batch of step n is sampled with the weights behind step n - 1 - k."""
 
     def __init__(self, parts: Any) -> None:
@@ -27,6 +30,8 @@ class SerialLag(GRPO):
         self.lag = int(os.environ["SERIAL_LAG"])
 
     def take(self, step: int) -> Any:
+        # another model may have had its devices
+        self.policy.prepare_for_training()
         now = self.kept / f"{step - 1}"
         self.policy.save_checkpoint(now / "weights", now / "optimizer")
         old = max(step - 1 - self.lag, 0)
@@ -40,6 +45,18 @@ class SerialLag(GRPO):
         self.policy.load_checkpoint(*paths)
         assert self.refit is not None
         self.refit.stale = True
+
+
+class SerialLag(Lag, GRPO):
+    """GRPO so."""
+
+
+class SerialLagPPO(Lag, PPO):
+    """PPO so."""
+
+
+class SerialLagDistillation(Lag, Distillation):
+    """Distillation so."""
 
 
 class Delayed(GRPO):

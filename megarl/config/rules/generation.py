@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.arithmetic import each_of
-from megarl.config.asynchrony import SECTION as ASYNC
+from megarl.config.asynchrony import NAME as ASYNC
 from megarl.config.engines import engine_kind, is_engine, kind_of
 from megarl.config.environments import faults_of_ranges
 from megarl.config.plugins import REWARD_MODEL
@@ -181,27 +181,29 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
     """Engines that sample while the policy trains are not on its devices, nor is a model that scores what
     they sample."""
-    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.replay"] is None)
+    section = f"{view.algorithm.section()}.{ASYNC}"
+    view.require(view.get(f"{section}.enabled") is True and view[f"{section}.replay"] is None)
     key = f"{GENERATION}.colocated.enabled"
     if view[key]:
         bound = (
-            f"{ASYNC}.enabled is true, and on shared devices sampling and training take turns: there is "
-            "a lag and no overlap"
+            f"{section}.enabled is true, and on shared devices sampling and training take turns: there "
+            "is a lag and no overlap"
         )
-        fix = f"write false, with {GENERATION}.colocated.resources.gpus_per_node, or {ASYNC}.enabled: false"
+        fix = f"write false, with {GENERATION}.colocated.resources.gpus_per_node, or {section}.enabled: false"
         yield Violation(key, True, bound, fix)
     if view.written(REWARD_MODEL.section):
         bound = (
-            f"{ASYNC}.enabled is true, and a reward model scores on the devices of the policy, which "
+            f"{section}.enabled is true, and a reward model scores on the devices of the policy, which "
             "trains meanwhile"
         )
-        yield Violation(REWARD_MODEL.section, "...", bound, f"remove it, or write {ASYNC}.enabled: false")
+        yield Violation(REWARD_MODEL.section, "...", bound, f"remove it, or write {section}.enabled: false")
 
 
 def groups_are_young_enough(view: View) -> Iterator[Violation]:
     """Groups that are sampled ahead are trained on before they are too old."""
-    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.schedule"] == "ready_first")
-    age, ahead = f"{ASYNC}.max_trajectory_age_steps", f"{ASYNC}.lookahead_steps"
+    section = f"{view.algorithm.section()}.{ASYNC}"
+    view.require(view.get(f"{section}.enabled") is True and view[f"{section}.schedule"] == "ready_first")
+    age, ahead = f"{section}.max_trajectory_age_steps", f"{section}.lookahead_steps"
     if view[age] < view[ahead]:
         bound = f"{ahead} = {view[ahead]} batches are sampled ahead, and a batch gets as old as that"
         yield Violation(age, view[age], bound, f"write {view[ahead]} or more, or fewer {ahead}")
@@ -209,11 +211,13 @@ def groups_are_young_enough(view: View) -> Iterator[Violation]:
 
 def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
     """Without a pass of the trainer there is nothing to compare the engine's log-probabilities with."""
-    view.require(view.get(f"{ASYNC}.enabled") is True and not view[f"{ASYNC}.recompute_logprobs"])
-    for key in ("grpo.max_token_mult_prob_error", "grpo.seq_logprob_error_threshold"):
+    section = f"{view.algorithm.section()}.{ASYNC}"
+    view.require(view.get(f"{section}.enabled") is True and not view[f"{section}.recompute_logprobs"])
+    for name in ("max_token_mult_prob_error", "seq_logprob_error_threshold"):
+        key = f"{view.algorithm.section()}.{name}"
         if view.get(key) is not None:
-            bound = f"{ASYNC}.recompute_logprobs is false, so that there is nothing to hold against it"
-            yield Violation(key, view[key], bound, f"write null, or {ASYNC}.recompute_logprobs: true")
+            bound = f"{section}.recompute_logprobs is false, so that there is nothing to hold against it"
+            yield Violation(key, view[key], bound, f"write null, or {section}.recompute_logprobs: true")
 
 
 GENERATION_RULES: tuple[Rule, ...] = (

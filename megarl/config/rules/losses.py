@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from megarl.config.asynchrony import SECTION as ASYNC
+from megarl.config.asynchrony import NAME as ASYNC
 from megarl.config.losses import SECTION, ClippedPGLossConfig, DPOLossConfig
 from megarl.config.rules.table import Row, defaults
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -315,20 +315,23 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     Without a bound a bad answer that the policy has moved away from counts with weight r, however large: the
     clip of PPO bounds r only from below where the advantage is negative.
     """
-    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.max_trajectory_age_steps"] > 0)
+    section = f"{view.algorithm.section()}.{ASYNC}"
+    # a divergence from a teacher has no ratio
+    view.require(view.get("distillation.mode") != "topk")
+    view.require(view.get(f"{section}.enabled") is True and view[f"{section}.max_trajectory_age_steps"] > 0)
     old = (
-        f"answers are up to {ASYNC}.max_trajectory_age_steps = "
-        f"{view[f'{ASYNC}.max_trajectory_age_steps']} steps old"
+        f"answers are up to {section}.max_trajectory_age_steps = "
+        f"{view[f'{section}.max_trajectory_age_steps']} steps old"
     )
     key = "loss_fn.force_on_policy_ratio"
     if view[key]:
         yield Violation(
             key, True, f"{old}, and this takes the policy for the one that gave them", "write false"
         )
-    if view[f"{ASYNC}.recompute_logprobs"]:
+    if view[f"{section}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
-            bound = f"{old}, and with {ASYNC}.recompute_logprobs nothing else corrects for that"
+            bound = f"{old}, and with {section}.recompute_logprobs nothing else corrects for that"
             yield Violation(
                 key, False, bound, "write true, with truncated_importance_sampling_type: tis and _ratio: 2.0"
             )
@@ -340,7 +343,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     key = "loss_fn.ratio_clip_c"
     if view[key] is None and not view["loss_fn.use_cispo"]:
         bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
-        yield Violation(key, None, bound, f"write 3.0, or {ASYNC}.recompute_logprobs: true")
+        yield Violation(key, None, bound, f"write 3.0, or {section}.recompute_logprobs: true")
 
 
 LOSS_RULES: tuple[Rule, ...] = (loss_goes_together, preference_loss_goes_together, loss_bounds_old_answers)

@@ -89,6 +89,7 @@ _FACTS: Mapping[str, Callable[[View], object]] = {
     "own_estimator": lambda view: view[f"{ESTIMATOR}.name"] not in ESTIMATORS,
     "section": lambda view: view.algorithm.section(),
     "generates": lambda view: view.algorithm.GENERATES,
+    "schedule": lambda view: view.get(f"{view.algorithm.section()}.async_grpo.schedule"),
     "single_turn": _single_turn,
     "turns": lambda view: view.get(f"{view.algorithm.section()}.max_rollout_turns"),
     "has_policy_loss": lambda view: view.algorithm.SECTIONS.get("loss_fn") is ClippedPGLossConfig,
@@ -443,21 +444,30 @@ ROWS_OF_RUNS = (
     Row(
         "schedule_of_sampling",
         {
-            "grpo.async_grpo.lookahead_steps": 1,
-            "grpo.async_grpo.on_stale": "wait",
-            "grpo.async_grpo.in_flight_weight_updates": True,
-            "grpo.async_grpo.replay": None,
+            "{section}.async_grpo.lookahead_steps": 1,
+            "{section}.async_grpo.on_stale": "wait",
+            "{section}.async_grpo.in_flight_weight_updates": True,
+            "{section}.async_grpo.replay": None,
         },
-        {"grpo.async_grpo.schedule": "in_order"},
-        "grpo.async_grpo.schedule is in_order, and nothing reads it",
-        "write grpo.async_grpo.schedule: ready_first, or {first}",
+        {"schedule": "in_order"},
+        "{section}.async_grpo.schedule is in_order, and nothing reads it",
+        "write {section}.async_grpo.schedule: ready_first, or {first}",
     ),
     Row(
         "schedule_of_sampling",
         {"grpo.use_dynamic_sampling": False},
         {"grpo.async_grpo.enabled": True, "grpo.async_grpo.schedule": "ready_first"},
-        "with grpo.async_grpo.schedule: ready_first, dynamic sampling is not in this version",
+        "with grpo.async_grpo.schedule: ready_first a step takes the groups that are complete first, while "
+        "rounds of dynamic "
+        "sampling are filled in the order of the data; both together are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
+    ),
+    Row(
+        "pass_before_training_is_read",
+        {"distillation.async_grpo.recompute_logprobs": True},
+        {"distillation.mode": "topk"},
+        "distillation.mode is topk, whose loss has no ratio, and nothing reads it",
+        "write true, or distillation.mode: reverse_kl_advantage",
     ),
     Row(
         "dynamic_sampling_is_on",
