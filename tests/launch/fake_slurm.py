@@ -6,7 +6,8 @@ FAKE_HOSTS      names of the job's nodes
 FAKE_JOB        what "scontrol show job" prints
 FAKE_LEFT       what squeue prints as the time that is left
 FAKE_SRUN       "dies": srun ends with 9 at once; "loses": after the cluster is up, srun ends with 137 and
-                leaves its tasks dead; "waits": it stays when its tasks have ended, as for one on a node that is gone
+                leaves its tasks dead; "waits": it stays when its tasks have ended, as for one on a node
+                that is gone
 FAKE_MISSING    node that never registers with Ray
 FAKE_REQUEUE    exit code of "scontrol requeue"
 FAKE_RAY_FAILS  node on which Ray ends at once

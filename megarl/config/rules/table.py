@@ -458,9 +458,23 @@ ROWS_OF_RUNS = (
         {"grpo.use_dynamic_sampling": False},
         {"grpo.async_grpo.enabled": True, "grpo.async_grpo.schedule": "ready_first"},
         "with grpo.async_grpo.schedule: ready_first a step takes the groups that are complete first, while "
-        "rounds of dynamic "
-        "sampling are filled in the order of the data; both together are not in this version",
+        "rounds of dynamic sampling are filled in the order of the data; both are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
+    ),
+    # a critic or a teacher has not been tried with groups in the order in which they are complete
+    Row(
+        "schedule_of_sampling",
+        {"ppo.async_grpo.schedule": "in_order"},
+        {"ppo.async_grpo.enabled": True},
+        "groups that are trained on as they are complete are not in this version with a critic",
+        "write in_order",
+    ),
+    Row(
+        "schedule_of_sampling",
+        {"distillation.async_grpo.schedule": "in_order"},
+        {"distillation.async_grpo.enabled": True},
+        "groups that are trained on as they are complete are not in this version with a teacher",
+        "write in_order",
     ),
     Row(
         "pass_before_training_is_read",
