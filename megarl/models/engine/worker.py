@@ -99,6 +99,9 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
     """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass
     makes.
 
+    Its methods are in four more files: training and log-probabilities in ``passing.py``, the two halves of a
+    refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``.
+
     Args:
         config: the checked policy configuration; absent optional keys are filled in.
         tokenizer: of the model; goes into exported checkpoints and finds stop strings.
