@@ -122,8 +122,9 @@ class AdvantageInputs:
             one's own.
         groups: [B] int64, the same number for answers to the same prompt.
         rewards: [B] float.
-        compared: [B], 1 for answers that others of their group are compared with.
-        mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in answers that count.
+        compared: [B], 1 for responses whose reward counts in the statistics of their group, 0 if masked;
+            some that count may be left out of training, and have 0 in ``mask``.
+        mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in responses that count.
         penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
         parts: [B] float of each of several rewards by name, without its weight; NaN for an answer that has no
             such reward.

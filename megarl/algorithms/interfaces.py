@@ -47,11 +47,11 @@ class LossFunction(Protocol):
             the loss, a gradient or a metric. Log-probabilities are then not computed there, and are 0.
         needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1]
             float, differentiable: column i has the entropy, in nats, of the distribution that token i+1 is
-            drawn from, with the temperature and what top-k and top-p keep.
+            sampled from, with the temperature and what top-k and top-p keep.
         scored_tokens: optional; a key of the data, [B, S, K] token ids, asks for the keyword argument
             ``scored_logprobs`` too, [B, S-1, K] float, differentiable: column i has the log-probabilities
             that the distribution of token i+1 gives to the tokens in column i of the data. Sampling has to
-            keep all tokens.
+            keep all tokens. Both parameters need a default: the check before the start calls without them.
     """
 
     loss_type: LossType
@@ -70,9 +70,11 @@ class LossFunction(Protocol):
         """Loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B]. Where rows are segments of responses,
-                ``response_tokens`` [B] int64 counts the tokens under the masks of all rows of a row's
-                response.
+            data: the micro-batch, tensors [B, S] and [B]. A loss of GRPO finds ``advantages`` and
+                ``generation_logprobs``; ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true;
+                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. Where
+                rows are segments of responses, ``response_tokens`` [B] int64 counts the tokens under the
+                masks of all rows of a row's response.
             global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response
                 add up to 1.
             global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global

@@ -94,8 +94,11 @@ class MessageEnv:
     def step(self, message: Message) -> Step:
         """Answer a response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``.
 
-        An exception is the response's fault, whose text the policy sees (``env.on_tool_error``); but of those
-        in ``LOST``, which leave the conversation out of training.
+        A response that a length limit truncated is answered too; its reward counts, and the conversation ends
+        there whatever ``done`` says; so it does after the last of ``max_rollout_turns``.
+
+        An exception is the response's fault, whose text the policy sees (``env.on_tool_error``), except for
+        those in ``LOST``, which leave the conversation out of training.
         """
         raise NotImplementedError
 

@@ -106,7 +106,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     )
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
-        bound += f", which {whole_copy} nodes have"
+        bound += f"; {whole_copy} nodes of {ranks} ranks are the fewest"
     yield Violation(
         "cluster.gpus_per_node",
         view["cluster.gpus_per_node"],

@@ -218,8 +218,8 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
         return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
         return (
-            f"it makes a {type(made).__name__}, which is not called as a LossFunction is "
-            "(megarl.algorithms.interfaces)"
+            f"it makes a {type(made).__name__}, which cannot be called with the four arguments of a "
+            "LossFunction alone: further parameters need a default (megarl.algorithms.interfaces)"
         )
     return (
         None
