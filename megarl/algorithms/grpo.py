@@ -262,44 +262,48 @@ class GRPO(Sampled):
 
         self.turns.take(ACTOR)
         sampled = self.take(step)
-        rollouts, judged, rows = sampled.rollouts, sampled.judged, self.rows_of(sampled.rollouts)
+        rollouts, all_samples, rows = sampled.rollouts, sampled.judged, self.rows_of(sampled.rollouts)
         samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
-        mismatch: dict[str, float] = {}
+        mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
         if self.needs_previous_logprobs and not self.anchors_at_engine:
             try:
-                mismatch = self.judge_mismatch(batch, step)
+                mismatch_metrics = self.judge_mismatch(batch, step)
             except MismatchError as error:
                 # Raised only after the samples were logged, which are what a reader of the message wants to
                 # see.
                 refusal = error
         with self.timer.phase("reward"):
-            advantages, scored, of_rewards = self._advantages_of_responses(samples, batch)
+            advantages, by_response, reward_metrics = self._advantages_of_responses(samples, batch)
         if self.sample_log is not None:
             # also where nothing is trained on them: then they are needed most
             self.sample_log.train(
-                step, rollouts, _means_of_rows(advantages, scored), scored, self.train_data.sources
+                step, rollouts, _means_of_rows(advantages, by_response), by_response, self.train_data.sources
             )
         if refusal is not None:
             raise refusal
         self.empty_steps.look(batch, rollouts.samples, step)
         warn_of_no_signal(step, rollouts.samples, advantages, rollouts.records, self.run_config)
-        trained = self.train(batch, step, rows)
+        train_metrics = self.train(batch, step, rows)
         self.done_steps = step
-        beside = {**self.settle(samples, step), **self.age_metrics(batch, samples, step)}
-        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged]), **beside}
-        own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": sampled.epoch}
-        return add_metrics(own, [rollouts.metrics])
+        metrics = {
+            **train_metrics,
+            **_sample_metrics(all_samples, samples, advantages),
+            **part_metrics([all_samples]),
+        }
+        metrics |= {**self.settle(samples, step), **self.age_metrics(batch, samples, step)}
+        metrics |= {**sampled.metrics, **mismatch_metrics, **reward_metrics, "epoch": sampled.epoch}
+        return add_metrics(metrics, [rollouts.metrics])
 
     def _advantages_of_responses(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, BatchedDataDict[Any], dict[str, float]]:
-        """Advantages of responses, see ``advantages``, the batch with a row for each response, and metrics of
-        rewards. Gives the batch that is trained on its ``advantages``: segments of a response share what is
-        estimated of it."""
+        """Estimate the advantages of responses (see ``advantages``) and write them into ``batch``, where the
+        segments of a response share them. Return them, the batch with a row for each response, and metrics
+        of the rewards."""
         from megarl.rollout.segment_rows import SegmentRows
 
         segments = SegmentRows.of(batch)
@@ -322,7 +326,7 @@ class GRPO(Sampled):
     def train(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train on a batch with its advantages, so often; the metrics of that."""
+        """Train ``epochs`` times on a batch with its advantages. Return the metrics."""
         return self.train_policy(batch, step, rollouts, epochs)
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
@@ -512,12 +516,12 @@ def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
 
 
 def _sample_metrics(
-    judged: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor
+    all_samples: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor
 ) -> dict[str, float]:
-    """Figures of the samples that a step judged, and of those that it trains on."""
-    rewards = judged["reward"][~judged["masked"]]
+    """Compute metrics of all samples that a step scored, and of those that it trains on."""
+    rewards = all_samples["reward"][~all_samples["masked"]]
     return {
-        **answer_metrics(judged),
+        **answer_metrics(all_samples),
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),

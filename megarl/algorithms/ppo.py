@@ -253,7 +253,7 @@ class PPO(GRPO):
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
-            kept, results, metrics = self._trained_on(
+            kept, results, metrics = self._train_global_batches(
                 self.critic, of_critic, self.value_loss, step, rollouts, epochs_of_critic, CRITIC
             )
             self.critic.finish_training()

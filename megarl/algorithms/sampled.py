@@ -189,7 +189,7 @@ class Sampled(Algorithm):
             timer = PhaseTimer()
             lag = asynchrony["max_trajectory_age_steps"]
             self.ahead = SamplingAhead(
-                self._sampled, lag, parts.last_step, held, self.waiting, parts.timer, timer
+                self._sample_step, lag, parts.last_step, held, self.waiting, parts.timer, timer
             )
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
@@ -264,7 +264,7 @@ class Sampled(Algorithm):
         return validation_metrics(validated)
 
     def take(self, step: int) -> Sampling:
-        """The batch that a step trains on: sampled now, or while an earlier step trained."""
+        """Return the batch that a step trains on: sampled now, or while an earlier step trained."""
         if self.refit is not None and not self.refit.colocated:
             # engines apart get its weights, which another model may have moved to host memory
             self.turns.bring(ACTOR)
@@ -273,7 +273,7 @@ class Sampled(Algorithm):
         self._version = step - 1
         if self.ahead is not None:
             return self.ahead.take(step)
-        return self.waiting.pop(step) if step in self.waiting else self._sampled(step)
+        return self.waiting.pop(step) if step in self.waiting else self._sample_step(step)
 
     def settle(self, samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
         """At the end of a step, wait for what is sampled beside it. Returns metrics of the last refit."""
@@ -322,7 +322,7 @@ class Sampled(Algorithm):
 
     @property
     def anchors_at_engine(self) -> bool:
-        """Whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
+        """Tell whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(
@@ -354,7 +354,7 @@ class Sampled(Algorithm):
             ),
         }
 
-    def _sampled(self, step: int) -> Sampling:
+    def _sample_step(self, step: int) -> Sampling:
         return replace(self.sample(step), epoch=self.sampler.epoch)
 
     def sample(self, step: int) -> Sampling:
@@ -368,7 +368,7 @@ class Sampled(Algorithm):
         return Sampling(rollouts, rollouts.samples, {})
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Answers to some prompts."""
+        """Sample responses to the prompts of some records."""
         if self.refit is None or self.refit.colocated:
             # while engines apart sample, another model may have its devices
             self.turns.take(ACTOR)
@@ -415,13 +415,13 @@ class Sampled(Algorithm):
     def train_policy(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train on a batch, so often; the metrics of that. Global batches in which nothing counts are left
-        out."""
+        """Train ``epochs`` times on a batch, without global batches in which no token counts. Return the
+        metrics."""
         from megarl.algorithms.train_results import trained_sequences
 
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            kept, results, metrics = self._trained_on(
+            kept, results, metrics = self._train_global_batches(
                 self.policy, batch, self.loss_fn, step, rollouts, epochs
             )
             self.policy.finish_training()
@@ -431,7 +431,7 @@ class Sampled(Algorithm):
             self.refit.stale = True
         return metrics
 
-    def _trained_on(
+    def _train_global_batches(
         self,
         model: Policy,
         batch: BatchedDataDict[Any],
@@ -441,8 +441,8 @@ class Sampled(Algorithm):
         epochs: int,
         role: Role | None = None,
     ) -> tuple[BatchedDataDict[Any], list[dict[str, Any]], dict[str, float]]:
-        """Train a model on the global batches of a step in which something counts, so often: their rows, the
-        result of each time, and the metrics."""
+        """Train a model ``epochs`` times on the global batches of a step in which a token counts. Return
+        their rows, the result of each epoch, and the metrics."""
         from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
         from megarl.rollout.segment_rows import RESPONSE, global_batches

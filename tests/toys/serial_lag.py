@@ -37,7 +37,7 @@ class Lag(Sampled):
         old = max(step - 1 - self.lag, 0)
         self._load(self.kept / f"{old}" / "weights")
         self._version = old
-        sampled = self._sampled(step)
+        sampled = self._sample_step(step)
         self._load(now / "weights", now / "optimizer")
         return sampled
 

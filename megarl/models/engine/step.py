@@ -69,7 +69,7 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
 
 
 def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
-    """Refuse, before any pass, what would leave replicas waiting for each other for ever."""
+    """Refuse, before any pass, a batch with which replicas would wait for each other indefinitely."""
     group = backend.replicas_in_step
     if group is None:
         return
@@ -93,7 +93,7 @@ _ADVICE = {
 }
 
 
-class _Watched:
+class _RecordingHead:
     """A head that notes which micro-batch was asked for last."""
 
     def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
@@ -132,15 +132,15 @@ def _run_micro_batches(
         MicroBatchMemoryError: a micro-batch has no room.
     """
     inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
-    watched = _Watched(head, inputs)
+    recording = _RecordingHead(head, inputs)
     try:
-        outputs = backend.forward_backward(inputs, watched, backward=backward)
+        outputs = backend.forward_backward(inputs, recording, backward=backward)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         # The micro-batch that was asked for last is the one that ran out: a pipeline schedule is at several
         # at once.
-        raise _error_of(error, kind, inputs, watched.last) from error
+        raise _error_of(error, kind, inputs, recording.last) from error
     return outputs, sum(each.micro_batch.positions for each in inputs)
 
 
@@ -191,7 +191,7 @@ def logprobs_of_batch(
             of them perhaps no rows.
     """
     head = LogprobHead(backend.vocabulary, sampling, chunk_size)
-    return _of_batch(backend, data, batching, head, LOGPROBS)["logprobs"]
+    return _run_head(backend, data, batching, head, LOGPROBS)["logprobs"]
 
 
 def topk_of_batch(
@@ -235,7 +235,7 @@ def topk_of_batch(
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
-    return _of_batch(backend, data, batching, head, columns)
+    return _run_head(backend, data, batching, head, columns)
 
 
 def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> None:
@@ -262,7 +262,7 @@ def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batchin
     Raises:
         BatchError: as ``logprobs_of_batch``.
     """
-    return _of_batch(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
+    return _run_head(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
 
 # What a head gives of each token: by name, the dimensions behind [B, S] and the dtype.
@@ -270,10 +270,10 @@ _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 
-def _of_batch(
+def _run_head(
     backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns
 ) -> dict[str, torch.Tensor]:
-    """[B, S, ...] each: the tensors that a head gives for each micro-batch, in the order of ``data``."""
+    """Run a head over a batch without gradients. Return its tensors [B, S, ...] in the order of ``data``."""
     rows, length = data["input_ids"].shape
     device = data["input_ids"].device
     # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows

@@ -185,7 +185,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._logprobs("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
+        return self._token_column("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
 
     def get_reference_policy_logprobs(
         self,
@@ -198,7 +198,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
-        return self._logprobs("get_reference_policy_logprobs", "reference_logprobs", data, options)
+        return self._token_column("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
     def get_topk_logits(
         self,
@@ -237,12 +237,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "skip_masked": skip_masked,
             "vocabulary_size": vocabulary_size,
         }
-        return self._of_tokens("get_topk_logits", ("topk_logits", "topk_indices", "logprobs"), data, options)
+        return self._token_columns(
+            "get_topk_logits", ("topk_logits", "topk_indices", "logprobs"), data, options
+        )
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its
         order."""
-        return self._logprobs("get_values", "values", data, {})
+        return self._token_column("get_values", "values", data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
         """The scores of the sequences of ``data``, in its order: what a model that scores says at the last
@@ -252,12 +254,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
         )
 
-    def _logprobs(
+    def _token_column(
         self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]
     ) -> BatchedDataDict[Any]:
-        return self._of_tokens(method, (key,), data, options)
+        return self._token_columns(method, (key,), data, options)
 
-    def _of_tokens(
+    def _token_columns(
         self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]
     ) -> BatchedDataDict[Any]:
         skips = options.get("skip_masked", False)
