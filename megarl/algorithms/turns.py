@@ -1,4 +1,5 @@
-"""Turns: several models on the same devices, of which one at a time has its parameters there."""
+"""Time-sharing of devices by several models, of which one at a time has its parameters there; nothing about
+the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Whose turn it is on the devices. Where there is one model, it has them all the time, and nothing is
+    """Time-sharing of the devices by the models of a run. A model that is alone keeps them, and nothing is
     moved here.
 
     Args:
@@ -23,16 +24,15 @@ class Turns:
         self._may_be_there = set(models)
 
     def take(self, role: Role) -> None:
-        """Have all other models leave the devices. The one whose turn it is then comes by
-        ``prepare_for_training`` and the like."""
+        """Offload all other models. The one of ``role`` is loaded by its own ``prepare_for_training`` and the
+        like."""
         for other in [each for each in self._models if each in self._may_be_there and each != role]:
             self._models[other].offload_after_refit()
             self._may_be_there.remove(other)
         self._may_be_there.add(role)
 
     def bring(self, role: Role) -> None:
-        """Have the parameters of the model of a role on the devices, to be read; a model that is alone has
-        its own ways."""
+        """Load a role's parameters onto the devices for reading. No-op if it is the only model."""
         if len(self._models) > 1:
             self.take(role)
             self._models[role].prepare_for_lp_inference()
