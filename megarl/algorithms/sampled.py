@@ -322,7 +322,7 @@ class Sampled(Algorithm):
 
     @property
     def anchors_at_engine(self) -> bool:
-        """Tell whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
+        """Tell whether ratios are to the policy that sampled, by the engine's log-probabilities."""
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(
