@@ -43,6 +43,13 @@ BOUNDED = [
     "loss_fn.truncated_importance_sampling_type=tis",
     "loss_fn.truncated_importance_sampling_ratio=2.0",
 ]
+BY_POLICY_GRADIENT = [
+    "distillation.mode=reverse_kl_advantage",
+    "~distillation.topk_logits_k",
+    "loss_fn={reference_policy_kl_penalty: 0, ratio_clip_min: 0.2, ratio_clip_max: 0.2, ratio_clip_c: null, "
+    "token_level_loss: true, use_on_policy_kl_approximation: false, use_importance_sampling_correction: "
+    "true, truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: 2.0}",
+]
 OF_AGE = ("train/rollout_age", "train/effective_sample_share")
 
 
@@ -117,8 +124,9 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
     [
         ("ppo", "SerialLagPPO", []),
         ("distillation", "SerialLagDistillation", ["policy.model_name={untaught}"]),
+        ("distillation", "SerialLagDistillation", ["policy.model_name={untaught}", *BY_POLICY_GRADIENT]),
     ],
-    ids=["ppo", "distillation"],
+    ids=["ppo", "distillation", "distillation by policy gradient"],
 )
 def test_models_beside_the_policy_change_nothing(
     section: str, toy: str, changes: list[str], tmp_path: Path, material: Material, launches: Launches
