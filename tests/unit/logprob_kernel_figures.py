@@ -210,6 +210,27 @@ def ignored_targets() -> float:
         return float((found - passed()).abs().max())
 
 
+def cancelled(dtype: torch.dtype) -> float:
+    """Largest difference from float64 of a gradient whose parts are thousands, over two blocks: by two tokens
+    of each row, one of them the target, and the rest of the probability."""
+    logits = torch.randn(3, BLOCK + 9, generator=torch.Generator().manual_seed(4))
+    further = torch.tensor([[5, BLOCK + 2], [BLOCK + 8, 0], [17, 4]])
+    logits[:2].scatter_(1, further[:2], 17.0)
+    given = logits.to(dtype)
+    exact, leaf = given.double().requires_grad_(), given.clone().requires_grad_()
+    wanted = exact.log_softmax(-1).gather(1, further)
+    targets, shard = further[:, 0].contiguous(), VocabularyShard(BLOCK + 9)
+    found = vocab_parallel_scores(leaf * 1, targets, shard, overwrite=True, further=further).further
+    assert found is not None
+    rest = 1 - wanted.detach().exp().sum(dim=1, keepdim=True)
+    weights = 0.9 * wanted.detach().exp() / rest - 0.05
+    assert float(weights.max()) > 300
+    (wanted * weights).sum().backward()
+    (found * weights.float()).sum().backward()
+    assert leaf.grad is not None and exact.grad is not None
+    return float((leaf.grad.double() - exact.grad).abs().max())
+
+
 if __name__ == "__main__":
     assert logprob_kernels.INTERPRETED and logprobs._kernels("cpu"), (
         "set TRITON_INTERPRET=1 and MEGARL_LOGPROB_KERNEL=1"
@@ -223,6 +244,9 @@ if __name__ == "__main__":
                 "errors": found,
                 "finite": without_finite_logits(),
                 "ignored": ignored_targets(),
+                "further": {
+                    str(dtype): cancelled(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+                },
                 "passes": passes,
             }
         )

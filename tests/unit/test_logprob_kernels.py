@@ -72,6 +72,12 @@ def test_rows_without_finite_logits_harm_no_other(figures: Any) -> None:
     assert figures["finite"] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [*SPACING, "torch.float32"])
+def test_large_weights_of_further_tokens_are_rounded_with_what_cancels_them(figures: Any, dtype: str) -> None:
+    """A teacher's tokens that have nearly all of the policy's probability: 4,000 less 4,000 is 1."""
+    assert figures["further"][dtype] < 1e-3 + SPACING.get(dtype, 0.0)
+
+
 def test_targets_that_are_no_token_give_what_the_pytorch_code_gives(figures: Any) -> None:
     assert figures["ignored"] < 1e-6
 
@@ -135,8 +141,9 @@ def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytes
         pointers = {"targets": "*i64", **sums}
         forward = compiled(kernels._statistics, dtype, pointers, ("row_stride", "start", "own"), **constants)
         sums = dict.fromkeys(("bounds", "maxima", "scales", "target_weights", "slopes"), "*fp32")
-        pointers = {"gradient": f"*{dtype}", "targets": "*i64", **sums}
-        integers = ("row_stride", "gradient_stride", "start", "own", "width")
+        further = {"further": "*i64", "further_weights": "*fp32"}
+        pointers = {"gradient": f"*{dtype}", "targets": "*i64", **sums, **further}
+        integers = ("row_stride", "gradient_stride", "start", "own", "width", "further_count")
         backward = compiled(kernels._gradient, dtype, pointers, integers, **constants)
         assert forward["cubin"] and backward["cubin"]
         assert ["div.rn" in made["ptx"] for made in (forward, backward)] == [is_scaled] * 2

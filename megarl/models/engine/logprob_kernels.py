@@ -93,12 +93,15 @@ def _gradient(
     scales,
     target_weights,
     slopes,
+    further,
+    further_weights,
     row_stride,
     gradient_stride,
     start,
     own,
     width,
     temperature,
+    further_count,
     is_scaled: tl.constexpr,
     is_bounded: tl.constexpr,
     with_entropies: tl.constexpr,
@@ -106,7 +109,8 @@ def _gradient(
 ):
     """One block of columns of one row a program; ``gradient`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
+    first = tl.program_id(1) * block
+    columns = first + tl.arange(0, block)
     scaled = _scaled(logits + row * row_stride + columns, columns < own, temperature, is_scaled)
     relative = scaled - tl.load(maxima + row)
     scale = tl.load(scales + row)
@@ -117,6 +121,13 @@ def _gradient(
         part = tl.where(scaled < tl.load(bounds + row), 0.0, part)
     is_target = columns == tl.load(targets + row) - start
     part += tl.where(is_target, tl.load(target_weights + row), 0.0)
+    # Before anything is rounded to 16 bits: these weights may be thousands, of which the softmax's part
+    # leaves less than 1.
+    for number in range(further_count):
+        column = tl.load(further + row * further_count + number) - start
+        if (column >= first) & (column < first + block):
+            weight = tl.load(further_weights + row * further_count + number)
+            part += tl.where(columns == column, weight, 0.0)
     part = tl.where(columns < own, part, 0.0)
     tl.store(
         gradient + row * gradient_stride + columns, part.to(gradient.dtype.element_ty), mask=columns < width
@@ -188,14 +199,16 @@ def write_gradient(
     scale: torch.Tensor,
     target_weight: torch.Tensor,
     slope: torch.Tensor | None = None,
+    further: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write ``exp(x) (scale + slope x)`` of each scaled logit that is not left out, x relative to the
-    maximum, plus ``target_weight`` at the target.
+    maximum, plus ``target_weight`` at the target, and at further tokens their weights.
 
     Args:
         gradient: [T, V], written to, columns of padding with 0; columns adjacent; it may be ``logits``.
         logits, targets, start, own, temperature, bounds: as for ``statistics``.
         maximum, scale, target_weight, slope: [T] float32; None for a slope of 0.
+        further: vocabulary indices [T, K] int64 and weights [T, K] float32; None for none.
     """
     tokens, width = logits.shape
     if not tokens:
@@ -205,7 +218,9 @@ def write_gradient(
         *(logits, gradient, targets.contiguous(), logits if bounds is None else bounds),
         *(maximum.contiguous(), scale.contiguous(), target_weight.contiguous()),
         scale if slope is None else slope.contiguous(),
+        *((targets, scale) if further is None else (each.contiguous() for each in further)),
         *(logits.stride(0), gradient.stride(0), start, own, width, float(temperature)),
+        0 if further is None else further[0].shape[1],
         is_scaled=temperature != 1.0,
         is_bounded=bounds is not None,
         with_entropies=slope is not None,

@@ -328,15 +328,18 @@ def gradient_of_logits(
     if kernels is not None:
         place = (logits, targets, shard.start, own, temperature, sums.bounds)
         kernels.write_gradient(
-            gradient, *place, sums.maximum, weights.constant, weights.at_target, weights.slope
+            gradient,
+            *place,
+            sums.maximum,
+            weights.constant,
+            weights.at_target,
+            weights.slope,
+            None if further is None else (further[0], further[1] / temperature),
         )
         if overwrite:
             # autograd sees torch's own writes alone; with this it refuses
             # a second backward pass over what is no longer logits
             torch.autograd.graph.increment_version(logits)
-        if further is not None:
-            places, here = _own_places(further[0], shard, own)
-            gradient.scatter_add_(1, places, (further[1] / temperature * here).to(gradient.dtype))
         return gradient
     # Columns of padding are in no softmax, and their weights must not move.
     gradient[:, own:] = 0
