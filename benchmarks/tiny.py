@@ -33,6 +33,9 @@ CLIPPED_LOSS = {
 }
 """The clipped policy gradient of GRPO and PPO, without a divergence: a ``ClippedPGLossConfig``."""
 
+SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": [], "pad_token_id": 0}
+"""Generation by the model's own distribution, which only the number of tokens ends."""
+
 
 def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
     """Return a random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most

@@ -59,14 +59,7 @@ def measure(quick: bool) -> Iterator[Point]:
 def _config(model: Path, backend: str, rows: int) -> dict[str, Any]:
     from benchmarks import tiny
 
-    generation = {
-        "max_new_tokens": NEW_TOKENS,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": None,
-        "stop_token_ids": [],
-        "pad_token_id": 0,
-    }
+    generation = {**tiny.SAMPLED, "max_new_tokens": NEW_TOKENS}
     changes = {"max_total_sequence_length": LONGEST, "generation_batch_size": rows, "generation": generation}
     return tiny.policy_config(model, micro_batch=tiny.ROWS, backend=backend, **changes)
 

@@ -102,17 +102,11 @@ def _model(directory: Path, parts: int = 1) -> Path:
 
 
 def _config(task: Task, backend: str, layout: Layout = ONE_RANK) -> dict[str, Any]:
+    from benchmarks import tiny
     from benchmarks.grpo_sides import BETAS, CLIP, EPSILON, LEARNING_RATE
     from benchmarks.subject import Work, policy_of
 
-    generation = {
-        "max_new_tokens": NEW_TOKENS,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": None,
-        "stop_token_ids": [],
-        "pad_token_id": 0,
-    }
+    generation = {**tiny.SAMPLED, "max_new_tokens": NEW_TOKENS}
     changes: dict[str, Any] = {
         "generation": generation,
         "generation_batch_size": task.rows,

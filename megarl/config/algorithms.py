@@ -33,13 +33,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
 )
 """Import paths of the built-in algorithms, by the name that the configuration has for them."""
 
-ORDER = (
-    "algorithm",
-    "seed",
-    "recipe",
-    "run_dir",
-    "cluster",
-    "policy",
+OF_ALGORITHMS = (
     "grpo",
     "sft",
     "dpo",
@@ -52,6 +46,17 @@ ORDER = (
     "teachers",
     "loss_fn",
     "env",
+)
+"""Sections that a built-in algorithm reads and another need not; every run has those of ``ORDER`` besides."""
+
+ORDER = (
+    "algorithm",
+    "seed",
+    "recipe",
+    "run_dir",
+    "cluster",
+    "policy",
+    *OF_ALGORITHMS,
     "data",
     "checkpointing",
     "logger",
@@ -74,21 +79,6 @@ _NEEDED = (
     "section",
     "step",
 )
-OF_ALGORITHMS = (
-    "grpo",
-    "sft",
-    "dpo",
-    "rm",
-    "ppo",
-    "critic",
-    "reward_model",
-    "distillation",
-    "teacher",
-    "teachers",
-    "loss_fn",
-    "env",
-)
-"""Those of them that a built-in algorithm reads and another need not; every run has the rest."""
 
 
 @cache
