@@ -147,7 +147,7 @@ CASES = {
         takes=("model",),
     ),
     "ckpt.async_stall": Case(
-        "how long training stands still for a checkpoint that is written beside it, against one copy of its "
+        "how long training stands still for a checkpoint that is written meanwhile, against one copy of its "
         "bytes",
         "benchmarks.cases.checkpoints",
         "measure_stall",

@@ -523,7 +523,7 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
     ours, apart, carried = found["hand over"], found["broadcast"], found["handles"]
     if max(ours.calls, apart.calls) > CALLS:
         raise RuntimeError(
-            f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} "
+            f"{ours.calls} calls a refit on the policy's devices, {apart.calls} on others: at most {CALLS} "
             "are allowed"
         )
     found_moved = moved(manifest, layout, wanted)

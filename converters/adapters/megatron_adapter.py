@@ -38,7 +38,7 @@ PEFT_PREFIX = "base_model.model."
 _SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
 PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
-"""What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer."""
+"""Names in Megatron-Bridge's CanonicalLoRA of the adapters of the parts of a fused layer."""
 
 
 def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rule]:

@@ -63,8 +63,8 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _rows_of_groups(parts: tuple[tuple[int, ...], ...], groups: int) -> tuple[GroupRows, ...]:
-    """The rows of a group, of tensors that each have sections one behind the other, of so many rows a
-    group."""
+    """Return the rows of a group, part by part; ``parts`` has the rows of a group in each section of a
+    tensor, whose sections follow one another."""
     found = []
     for part, widths in enumerate(parts):
         start = 0

@@ -46,8 +46,8 @@ def make_hf_config(content: Mapping[str, Any]) -> Any:
 def read_hf_config(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Read the ``config.json`` of a model.
 
-    transformers refuses a ``model_type`` that it does not know, or runs the code beside the model; of a
-    built-in family that is another one by a name of its own (Kimi-K2 is DeepSeek-V3) neither is needed.
+    transformers refuses a ``model_type`` that it does not know, or runs the code in the model's directory; of
+    a built-in family that is another one by a name of its own (Kimi-K2 is DeepSeek-V3) neither is needed.
 
     Args:
         place: directory or hub id of the model.

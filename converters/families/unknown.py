@@ -1,5 +1,5 @@
-"""What is missing for model types that have no rules here: which family each is like, and what it computes
-otherwise."""
+"""Model types that have no rules here, and what is missing for them: which family each is like, and what it
+computes otherwise."""
 
 from __future__ import annotations
 

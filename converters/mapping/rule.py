@@ -178,8 +178,8 @@ _GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.(?:weight|bias))(0|[1-
 
 
 def is_expert(megatron_name: str) -> bool:
-    """Whether a parameter belongs to a routed expert, so that it is cut over the *expert* tensor-parallel
-    ranks and divided over the expert-parallel ones. Routers and shared experts do not."""
+    """Tell whether a parameter belongs to a routed expert, so that it is cut over the *expert*
+    tensor-parallel ranks and divided over the expert-parallel ones. Routers and shared experts do not."""
     return ".mlp.experts." in f".{megatron_name}"
 
 

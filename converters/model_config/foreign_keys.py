@@ -17,7 +17,7 @@ from types import MappingProxyType
 CARRIERS: Mapping[str, str] = MappingProxyType(
     {
         "auto_map": (
-            "names Python code beside the config, which is not run here and may compute something "
+            "names Python code in its directory, which is not run here and may compute something "
             "else than transformers"
         ),
         "bias": "vLLM reads it as attention_bias, transformers does not",
