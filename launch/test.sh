@@ -22,6 +22,8 @@ NEWEST_MEGATRON=0.19.2
 # A build of PyTorch for CUDA brings its own; it interprets and compiles kernels without a GPU.
 TRITON=3.7.1
 PIP_AUDIT=2.10.1
+# vLLM's Qwen3.5 imports it. The version is that of the constraints.
+TORCHVISION=0.28.0
 ROOMS=(dist unit system launch)
 
 usage() {
@@ -83,13 +85,13 @@ parts() {
 # run_part NAME PYTEST_ARGUMENTS...: status 0 where it passes, or where what it needs is not here and not asked for.
 run_part() {
     local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0 next=
-    local -x PYTHONPATH="${PYTHONPATH:-}" MEGARL_TEST_PIP_AUDIT=""
+    local -x PYTHONPATH="${PYTHONPATH:-}" MEGARL_TEST_PIP_AUDIT="" MEGARL_TEST_TORCHVISION=""
     shift
     IFS=$'\t' read -r _ needs spread what < <(parts "$name") || true
     [[ -n "$what" ]] || fail "--part $name: there is none of that name; the parts are $(parts | cut -f 1 | paste -sd ' ')"
     say "part $name: $what"
     case $needs in
-        vllm) prepare_environment "$VENV" vllm "$CONSTRAINTS" ;;
+        vllm) prepare_environment "$VENV" vllm "$CONSTRAINTS" && prepare_torchvision ;;
         slurm) prepare_slurm || return 0 ;;
         triton) prepare_triton ;;
         pip-audit) prepare_pip_audit ;;
@@ -125,6 +127,16 @@ prepare_triton() {
         "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --target "$place" \
         --constraint "$CONSTRAINTS" "triton==$TRITON"
     PYTHONPATH="$place${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Puts torchvision where engines of the tests that need it find it. It is built for CUDA: beside a torch for CPUs its operators do not load, and the
+# file that describes their shapes fails. Models of text call none of them.
+prepare_torchvision() {
+    MEGARL_TEST_TORCHVISION="$ROOT/.venv-torchvision-$TORCHVISION"
+    [[ -d "$MEGARL_TEST_TORCHVISION/torchvision" ]] || run_step "installing torchvision $TORCHVISION" "$MEGARL_TEST_TORCHVISION.log" \
+        "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --target "$MEGARL_TEST_TORCHVISION" \
+        --constraint "$CONSTRAINTS" "torchvision==$TORCHVISION"
+    : >"$MEGARL_TEST_TORCHVISION/torchvision/_meta_registrations.py"
 }
 
 # Puts pip-audit where the test alone finds it: what comes with it would stand before the environment's own packages.

@@ -38,12 +38,16 @@ def make_seeing(
     stacked_experts: bool = False,
     vocab_size: int = VOCABULARY,
     tokens: Sequence[int] = tuple(TOKENS.values()),
+    **sizes: Any,
 ) -> Path:
     """Save a model of ``family`` (``qwen3_5``, ``qwen3_5_moe``) as transformers' own class does, with what
-    that leaves out. ``tokens`` stand for pictures, in the order of ``TOKENS``."""
-    text = tiny_config(f"{family}_text", tied=tied).to_dict() | {"vocab_size": vocab_size}
-    # three sections of each rotated pair, as of positions in time, height and width
-    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    that leaves out. ``tokens`` stand for pictures, in the order of ``TOKENS``; ``sizes`` are other values of
+    its text's config."""
+    text = tiny_config(f"{family}_text", tied=tied).to_dict() | {"vocab_size": vocab_size} | sizes
+    pairs = int(text["head_dim"] * text["rope_parameters"]["partial_rotary_factor"]) // 2
+    # rotated pairs of positions in time, height and width
+    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3]
+    text["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     vision = {**VISION, "out_hidden_size": text["hidden_size"]}
     names = dict(zip(TOKENS, tokens, strict=True))
     torch.manual_seed(seed)

@@ -64,6 +64,11 @@ class GatedDeltaNet:
         head."""
         return self.convolved + self.values + 2 * self.value_heads
 
+    def state_bytes(self, element: int) -> int:
+        """Bytes that generation keeps of a sequence in a layer: the float32 state of all heads, and what the
+        convolution reaches back to, in ``element`` bytes a number."""
+        return 4 * self.values * self.key_width + (self.convolution - 1) * self.convolved * element
+
 
 def read_gated_delta(
     config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False

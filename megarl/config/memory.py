@@ -363,10 +363,9 @@ def generation_cache_bytes(
     )
     layers = sum(count for kind, count in kinds.items() if kind.mixer != "gated_delta")
     cached = int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
-    net = facts.gated_delta
-    if net is not None:
-        state = 4 * net.values * net.key_width + (net.convolution - 1) * net.convolved * element
-        cached += (sum(kinds.values()) - layers) * state // layout.tensor * policy["generation_batch_size"]
+    if facts.gated_delta is not None:
+        states = (sum(kinds.values()) - layers) * policy["generation_batch_size"]
+        cached += states * facts.gated_delta.state_bytes(element) // layout.tensor
     return cached
 
 

@@ -124,7 +124,7 @@ class EngineMemory:
     Attributes:
         weights: its part of the model.
         budget: what the engine may take of the device.
-        token: keys and values of one token.
+        token: keys and values of one token, and its share of the states of a sequence of full length.
         share: the budget in words.
         rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
         experts: its part of the routed experts of one layer.

@@ -34,6 +34,12 @@ from tests.unit.test_memory_fit import LARGE
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).with_suffix(".txt")
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "gib": 80}
+LOOK = """
+import sys
+from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models[sys.argv[1]].inspect_model_cls()
+"""
+"""Notes what a model's code can do, as vLLM does before the first engine of it on a machine."""
 B200 = {"name": "NVIDIA B200", "capability": (10, 0), "gib": 180}
 
 
@@ -184,6 +190,9 @@ def lines_of(name: str) -> Iterator[str]:
 def configured(name: str) -> str:
     """What a process of its own says of a case."""
     variables = {"MEGARL_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    # it imports kernels, which the build for CPUs has of its own alone
+    [architecture] = published(CASES[name].published)["architectures"]
+    subprocess.run([sys.executable, "-c", LOOK, architecture], capture_output=True, check=True, timeout=300)
     command = [sys.executable, "-m", "tests.system.gpu_engines", name]
     done = subprocess.run(
         command,

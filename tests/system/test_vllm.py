@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,11 +48,13 @@ from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.engines.suite import fetched, requests_of
 from tests.models import VOCABULARY, make_tiny, policy_config
+from tests.seeing import make_seeing
 from tests.system.vllm_engines import (
     NEW,
     POLICIES,
     PROMPTS,
     SAMPLING,
+    TORCHVISION,
     dense_model,
     engines,
     greedy_answers,
@@ -570,23 +572,33 @@ NO_PREFIXES = {"enable_prefix_caching": False}
 # what vLLM's kernels for CPUs take
 HYBRID = {
     "hidden_size": 96,
-    "intermediate_size": 160,
     "num_attention_heads": 4,
     "head_dim": 64,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 9000.0, "partial_rotary_factor": 0.5},
-    "partial_rotary_factor": 0.5,
+}
+NEXT = {**HYBRID, "intermediate_size": 160, "partial_rotary_factor": 0.5}
+HYBRIDS: dict[str, Callable[[Path], Path]] = {
+    "qwen3_next": lambda path: make_tiny(path, "qwen3_next", tied=False, seed=3, layers=4, **NEXT),
+    # as they are published: the text in a section, beside a tower and a prediction layer
+    "qwen3_5": lambda path: make_seeing(path, "qwen3_5", tied=True, seed=3, **HYBRID),
+    "qwen3_5_moe": lambda path: make_seeing(
+        path, "qwen3_5_moe", tied=False, seed=3, stacked_experts=True, **HYBRID
+    ),
 }
 
 
 @slow
-def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid(local_ray: int, tmp_path: Path, family: str) -> None:
     """In bfloat16, vLLM's only dtype for gated delta nets on CPUs: log-probabilities are the policy's within
     its rounding, ten times farther from those of older weights, and to the bit those of a new engine's first
     refit."""
-    model = make_tiny(tmp_path / "model", "qwen3_next", tied=False, seed=3, layers=4, **HYBRID)
+    if family != "qwen3_next" and TORCHVISION is None:
+        pytest.skip("torchvision is not installed: bash launch/test.sh --part vllm-1 installs it")
+    model = HYBRIDS[family](tmp_path / "model")
     tokenizer_of_words(model, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
     settings = policy_config(
         model, gbs=8, mbs=2, tp=2, sp=True, multiple=2, precision="bfloat16", lr=0.02
@@ -610,6 +622,7 @@ def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
                 colocated=True,
                 changes={"precision": "bfloat16"},
                 arguments=NO_PREFIXES,
+                **({} if TORCHVISION is None else {"PYTHONPATH": TORCHVISION}),
             )
         )
         made[-1].prepare_refit_info(policy.prepare_refit_info() or {})
@@ -625,7 +638,7 @@ def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
             stale.append(float((answered - of_policy).abs().mean()))
         answered, of_policy = refitted(first)
         fresh.append(float((answered - of_policy).abs().mean()))
-    assert max(fresh) < min(0.05, 0.1 * min(stale)), (fresh, stale)
+    assert max(fresh) < min(0.08, 0.1 * min(stale)), (fresh, stale)
     assert torch.equal(refitted(engine())[0], answered)
     assert all(generation.shutdown() for generation in made) and policy.shutdown()
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from converters.files.process import status_bytes
+from megarl import env
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerGroup
@@ -21,6 +22,9 @@ from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.models import VOCABULARY, policy_config
 
 NEW = 10
+TORCHVISION = env.text("MEGARL_TEST_TORCHVISION")
+"""Where ``launch/test.sh`` has put torchvision, for engines alone: on a torch for CPUs its operators are
+absent, and transformers would take its processors of pictures."""
 MAKE = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
 POLICIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}),

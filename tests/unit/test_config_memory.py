@@ -341,6 +341,15 @@ def test_room_for_keys_and_values_is_counted_by_hand() -> None:
     assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == room // engine.token
 
 
+def test_room_for_states_of_gated_delta_nets_is_counted_by_hand() -> None:
+    config = validate_config(load_config(ROOT / "configs/grpo-qwen3.5-9b-8gpu-megatron.yaml"))
+    engine = memory_of_engine(config, facts_of(KNOWN_MODELS["Qwen/Qwen3.5-9B"]))
+    # 8 layers have attention, 4 key-value heads of 256; 24 have states of 32 heads, [128, 128] in float32,
+    # and 3 tokens of 8,192 channels, of which a sequence of 4,096 tokens has one each
+    states = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert engine.token == 8 * 4 * 256 * 2 * 2 + states // 4096
+
+
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [

@@ -56,7 +56,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
     """Gated delta nets run on Megatron alone: packed sequences leak in transformers' own, and what exports,
     adapts or fuses their projections has not been shown."""
     view.require(view.facts.gated_delta is not None or view.facts.output_gate)
-    backend, generates = backend_of(view), "policy.generation.backend"
+    backend = backend_of(view)
     if backend != "megatron" and view.facts.num_experts == 0:
         bound = f"the model has gated delta nets, which on the {backend} backend are {NOT_YET}"
         yield Violation(
@@ -64,17 +64,6 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
             view["policy.model_name"],
             bound,
             f"take another model, or set {MEGATRON}.enabled to true",
-        )
-    if view.get(generates) == "vllm" and (
-        view.facts.family != "qwen3_next" or view.get("cluster.device") != "cpu"
-    ):
-        bound = (
-            f"a refit of vLLM's model with gated delta nets is {NOT_YET}, but of qwen3_next on CPUs: vLLM's "
-            "Qwen3.5 imports torchvision, "
-            "with which it was not run, and none was run on a GPU"
-        )
-        yield Violation(
-            generates, "vllm", bound, "write megatron: the policy generates, with recurrent caches"
         )
     if view.get("policy.peft.enabled", False):
         yield Violation(

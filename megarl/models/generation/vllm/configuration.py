@@ -36,6 +36,7 @@ FIXED_ARGUMENTS = {
     "tokenizer": "stop strings are looked for in the texts of the policy's",
     "seed": "it is drawn from the run's",
     "trust_remote_code": "code of a model's author would run in the engine",
+    "language_model_only": "the policy is the text of a model that also sees",
     "distributed_executor_backend": "the places of an engine's ranks are the run's",
 }
 ONLY_ON_GPUS = {
@@ -151,9 +152,15 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
     # divided over the ranks or cut over them
     experts = expert_layer_parameters(facts, 1, tensor) * element
-    return EngineMemory(
-        parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest, experts
-    )
+    token, net = _cached_width(facts, tensor) * element, facts.gated_delta
+    if net is None:
+        token *= layers
+    else:
+        nets = sum(net.layers)
+        states = nets * net.state_bytes(element) // (tensor * settings["max_model_len"])
+        # its layers are spread evenly over the stages
+        token = (token * (facts.num_layers - nets) + states) // stages
+    return EngineMemory(parameters * element, budget, token, share, rest, experts)
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
@@ -264,10 +271,9 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
 
 
 def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
-    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU. Models of Qwen3.5
-    import torchvision, with which none was run."""
+    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU."""
     net = view.facts.gated_delta
-    view.require(net is not None and view["cluster.device"] == "cpu" and view.facts.family == "qwen3_next")
+    view.require(net is not None and view["cluster.device"] == "cpu")
     assert net is not None
     precision, kwargs = f"{VLLM}.precision", f"{GENERATION}.vllm_kwargs"
     if view[precision] != "bfloat16":

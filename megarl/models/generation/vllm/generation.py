@@ -97,10 +97,11 @@ class VllmGeneration(EngineGroup):
             call_timeout_s=call_timeout_s,
             deadlines=deadlines,
         )
+        facts = open_source(config["model_name"]).read_json("config.json") or {}
         super().__init__(
             EngineWorkers(make, len(places), ranks, len(places[0]), init_timeout_s),
             config,
-            vocab_size=int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"]),
+            vocab_size=int((facts.get("text_config") or facts)["vocab_size"]),
             longest=int(settings["max_model_len"]),
             longest_key=LONGEST,
             seed=seed,

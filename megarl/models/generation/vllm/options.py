@@ -98,6 +98,8 @@ def engine_options(
         "worker_extension_cls": plugin.EXTENSION,
         "trust_remote_code": False,
         "disable_log_stats": True,
+        # the policy is the text of a model that also sees: no refit brings the weights of its tower
+        "language_model_only": True,
     }
     if settings["kv_cache_gb"] is not None:
         options["kv_cache_memory_bytes"] = int(settings["kv_cache_gb"] * GIB)

@@ -236,7 +236,7 @@ class VllmGenerationWorker:
         plugin.require_entry_point()
         plugin.register()
         if on_cpu:
-            _check_heads_on_a_cpu(config["model_name"])
+            _check_model_on_a_cpu(config["model_name"])
             _check_runner_on_a_cpu()
         if nodes == 1:
             options = engine_options(config, seed, tokenizer, on_cpu=on_cpu, adapter=adapter)
@@ -623,18 +623,20 @@ def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
     )
 
 
-def _check_heads_on_a_cpu(model: str) -> None:
-    """Refuse a model that vLLM's attention on a CPU would break off at, with its first token.
+def _check_model_on_a_cpu(model: str) -> None:
+    """Refuse a model that vLLM on a CPU would break off at, after a minute.
 
     Raises:
-        ConfigError: the width of its heads is not one of those that have a kernel.
+        ConfigError: its heads have a width for which there is no kernel, or vLLM's code of it cannot be
+            imported.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from converters.families.hf_config import read_hf_config
 
-    config = read_hf_config(model)
-    # Asked before an engine starts, which would take a minute to fail.
+    config = read_hf_config(model).get_text_config()
+    if config.model_type.startswith("qwen3_5"):
+        _check_torchvision(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if width not in widths:
@@ -643,6 +645,22 @@ def _check_heads_on_a_cpu(model: str) -> None:
             f"kernels for {widths}. "
             "Fix: take another model, or remove policy.generation.backend: then the policy itself generates"
         )
+
+
+def _check_torchvision(model: str) -> None:
+    """Refuse a model of which vLLM's code imports torchvision, where that fails.
+
+    Raises:
+        ConfigError: torchvision is absent, or is a build for CUDA beside a torch for CPUs.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        raise ConfigError(
+            f"policy.model_name = {model!r}: vLLM's Qwen3.5 imports torchvision, which fails here "
+            f"({type(error).__name__}: {error}). Fix: install a torchvision that is built for this torch "
+            f"({torch.__version__}), or remove policy.generation.backend: then the policy itself generates"
+        ) from error
 
 
 def _check_runner_on_a_cpu() -> None:
