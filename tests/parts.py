@@ -98,7 +98,10 @@ PARTS: Mapping[str, Part] = {
         for k in range(2)
     },
     "kernels": Part(
-        "Triton kernels, interpreted and compiled", ("unit/test_logprob_kernels.py",), TRITON, spread="no"
+        "Triton kernels, interpreted and compiled",
+        ("unit/test_logprob_kernels.py", "unit/test_gated_delta_kernels.py"),
+        TRITON,
+        spread="no",
     ),
     "units": Part("converters, checkpoints, weight transport", ("unit/*",)),
     **{

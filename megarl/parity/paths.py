@@ -40,19 +40,23 @@ def _replace(module: str, name: str, value: Any) -> Callable[[contextlib.ExitSta
     return lambda stack, case: stack.enter_context(patched((importlib.import_module(module), name, value)))
 
 
+KERNELS = ("MEGARL_LOGPROB_KERNEL", "MEGARL_GATED_DELTA_KERNEL")
+
+
 def _on_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
-    """The log-probabilities' kernel in Triton's interpreter, where there is Triton."""
+    """The kernels of log-probabilities and gated delta nets in Triton's interpreter, where there is
+    Triton."""
     if importlib.util.find_spec("triton") is not None:
-        _log_probabilities_by(stack, {"MEGARL_LOGPROB_KERNEL": "1", "TRITON_INTERPRET": "1"})
+        _computing(stack, {**dict.fromkeys(KERNELS, "1"), "TRITON_INTERPRET": "1"})
 
 
 def _off_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
-    _log_probabilities_by(stack, {"MEGARL_LOGPROB_KERNEL": "0"})
+    _computing(stack, dict.fromkeys(KERNELS, "0"))
 
 
-def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
+def _computing(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
     stack.enter_context(env.variables(variables))
-    chosen = importlib.import_module("megarl.models.engine.logprobs")._kernels
+    chosen = importlib.import_module("megarl.models.engine.kernels").kernels
     chosen.cache_clear()
     stack.callback(chosen.cache_clear)
 

@@ -53,7 +53,7 @@ MODULES: Mapping[str, Seen] = {
         ("context", "model_input"), without=("_GatherReplicated.", "_GatherShared.", "_all_gather")
     ),
     "megarl.models.engine.logprobs": Seen(
-        ("logprobs", "output_layer", "topk"), without=("_combine", "_columns_of_all", "_kernels")
+        ("logprobs", "output_layer", "topk"), without=("_combine", "_columns_of_all", "_kernels_for")
     ),
     "megarl.models.engine.microbatches": Seen(("model_input", "output_layer", "topk")),
     "megarl.models.engine.model_input": Seen(("model_input", "output_layer")),

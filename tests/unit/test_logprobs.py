@@ -368,7 +368,9 @@ def test_temperatures_divide_as_python_numbers_do() -> None:
 
 
 def test_a_cpu_runs_the_pytorch_code_unless_it_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = logprobs._kernels.__wrapped__
+    def choose(device: str) -> object:
+        return logprobs.kernels.__wrapped__("logprob_kernels", "MEGARL_LOGPROB_KERNEL", device)
+
     monkeypatch.delenv("MEGARL_LOGPROB_KERNEL", raising=False)
     assert choose("cpu") is None
     monkeypatch.setenv("MEGARL_LOGPROB_KERNEL", "0")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl import env
 from megarl.models.engine import attention as engine
-from megarl.models.engine import logprobs
 from megarl.models.engine.attention import SequenceLayout, attention, runs_of, varlen_attention
+from megarl.models.engine.kernels import kernels
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.megatron import adam, cached_attention, settings
 from megarl.models.megatron.rotary import Rotation, rotate, rotation
@@ -85,7 +85,8 @@ def test_a_way_is_taken_and_left(way: str, backend: str) -> None:
                 (True, True) if way == "fast" else (False, False)
             )
         has_triton = importlib.util.find_spec("triton") is not None
-        assert (logprobs._kernels("cpu") is not None) is (way == "fast" and has_triton)
+        for module, variable in zip(("logprob_kernels", "gated_delta_kernels"), paths.KERNELS, strict=True):
+            assert (kernels(module, variable, "cpu") is not None) is (way == "fast" and has_triton)
         assert inside != before
     assert state() == before
 

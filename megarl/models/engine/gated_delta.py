@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from megarl.config.activations import GATED_DELTA_CHUNK
 from megarl.distributed.device import sent_to
 from megarl.models.engine.context import ContextShare, gather_shared
+from megarl.models.engine.kernels import kernels
 
 CHUNK = GATED_DELTA_CHUNK
 EPSILON = 1e-6
@@ -143,6 +144,22 @@ def _scan(
     system = of_heads(key @ key.mT, between * step_size.unsqueeze(-1))
     inside = of_heads(query @ key.mT, between)
     since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
+    compiled = kernels("gated_delta_kernels", "MEGARL_GATED_DELTA_KERNEL", value.device.type)
+    if compiled is not None and value.dtype == torch.float32:
+        reads_of_all = of_heads(key, (step_size * since_start).unsqueeze(-1))
+        # all systems at once, for the values and for what is read of the state
+        given = torch.cat((value * step_size.unsqueeze(-1), reads_of_all), dim=-1)
+        solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+        states_before, corrections_of_all, states = compiled.passage(
+            *solved.split([value.shape[-1], key.shape[-1]], dim=-1),
+            of_heads(key, until_end.unsqueeze(-1)).mT,
+            since_start[..., -1],
+            initial,
+            plan.first_chunks,
+            plan.chunks_of_run,
+        )
+        asked = of_heads(query, since_start.unsqueeze(-1))
+        return asked @ states_before + inside @ corrections_of_all, states.index_select(0, plan.place_of_run)
     steps = [heads * going for going in plan.going]
     # chunks that begin with no state
     fresh = plan.runs if initial is None else 0
@@ -351,6 +368,8 @@ class _Plan:
         places: [t] int64, the place of each token in the chunks.
         run_of_chunk: [n] int64.
         place_of_run: [R] int64, where each run is in the order of lengths.
+        first_chunks: int32, the first chunk of each step.
+        chunks_of_run: [R] int32, chunks of each run in the order of lengths.
     """
 
     runs: int
@@ -360,6 +379,8 @@ class _Plan:
     places: torch.Tensor
     run_of_chunk: torch.Tensor
     place_of_run: torch.Tensor
+    first_chunks: torch.Tensor
+    chunks_of_run: torch.Tensor
 
     def in_chunks(self, tokens: torch.Tensor, fill: int | None = None) -> torch.Tensor:
         """[t, heads, ...] as [n, heads, C, ...]; ``fill`` where there is no token, or None for anything."""
@@ -390,14 +411,13 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     slots = torch.where(is_token, tokens, 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
-    sent = [
-        sent_to(tensor, device)
-        for tensor in (slots, places, runs, torch.tensor(order).argsort(), is_token[:, None])
-    ]
-    slots, places, runs, place_of_run, filled = sent
-    return _Plan(
-        len(lengths), going, slots, None if bool(is_token.all()) else filled, places, runs, place_of_run
+    first_chunks = torch.tensor([0, *itertools.accumulate(going[:-1])], dtype=torch.int32)
+    chunks_of_run = torch.tensor([counts[run] for run in order], dtype=torch.int32)
+    of_runs = (runs, torch.tensor(order).argsort(), first_chunks, chunks_of_run)
+    slots, places, filled, *sent = (
+        sent_to(tensor, device) for tensor in (slots, places, is_token[:, None], *of_runs)
     )
+    return _Plan(len(lengths), going, slots, None if bool(is_token.all()) else filled, places, *sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ over the edge, and a probability of zero would have no gradient that leads back.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -38,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl import env
+from megarl.models.engine.kernels import kernels
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, smallest_kept
 
 # float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
@@ -198,22 +196,11 @@ def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Te
     return gathered[:, 2].sum(dim=0), maximum, total, *(values.sum(dim=0) for values in moved)
 
 
-@functools.cache
-def _kernels(device: str) -> ModuleType | None:
-    """The Triton kernels, where ``MEGARL_LOGPROB_KERNEL`` asks for them; where it is unset, on CUDA devices
-    with Triton."""
-    if not env.flag(
-        "MEGARL_LOGPROB_KERNEL", device == "cuda" and importlib.util.find_spec("triton") is not None
-    ):
-        return None
-    from megarl.models.engine import logprob_kernels
-
-    return logprob_kernels
-
-
 def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, where they are to compute; they do so in float32."""
-    return _kernels(logits.device.type) if working_dtype(logits) == torch.float32 else None
+    if working_dtype(logits) != torch.float32:
+        return None
+    return kernels("logprob_kernels", "MEGARL_LOGPROB_KERNEL", logits.device.type)
 
 
 @dataclass(frozen=True, slots=True)
