@@ -170,6 +170,18 @@ class ExportPlan(Plan):
     written: tuple[WrittenTensor, ...]
     max_shard_bytes: int
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Return what the conversion will say of itself that follows from the plan."""
+        absent = self.checkpoint.absent_predictors
+        if not absent or self.architecture.prediction_layers:
+            return super().notes
+        said = (
+            f"{absent} that config.json counts are not in the checkpoint, as training leaves them out, "
+            "nor in the export; --untouched-from DIRECTORY of the model that was trained adds them"
+        )
+        return {"prediction_layers": said} | super().notes
+
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
         """Tensors by file."""

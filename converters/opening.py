@@ -55,6 +55,8 @@ class MegatronCheckpoint:
             what it trained starts them with anything.
         stored: the checkpoint as it lies there.
         weights: which of its weights the tensors are (``OpeningOptions``).
+        absent_predictors: layers that predict further tokens, which the config counts, and whose weights a
+            training run has left out; 0 of a conversion, whose source had none either.
     """
 
     directory: Path
@@ -68,6 +70,7 @@ class MegatronCheckpoint:
     padding_is_free: bool = False
     weights: str = MODEL_WEIGHTS
     config_hash: str | None = None
+    absent_predictors: int = 0
 
     @property
     def recorded_files(self) -> dict[str, str]:
@@ -112,7 +115,8 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         if hf_directory is None
         else _given_config(hf_directory, options)
     )
-    architecture = as_stored(read_architecture(config, options.ignored_config_keys), tensors)
+    described = read_architecture(config, options.ignored_config_keys)
+    architecture = as_stored(described, tensors)
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
@@ -132,6 +136,9 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         padding_is_free=settings is not None and manifest is None,
         weights=options.weights,
         config_hash=hash_of_config,
+        absent_predictors=described.prediction_layers - architecture.prediction_layers
+        if manifest is None
+        else 0,
     )
 
 

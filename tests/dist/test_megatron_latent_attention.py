@@ -104,7 +104,9 @@ def test_layers_that_predict_further_are_exported_as_they_were(
     # by one rank
     told = f"not trained, and exported as it was: prediction layer ({len(kept)} tensors)"
     assert [told in text for _, warnings in results for text in warnings].count(True) == 1
-    export_model(
-        plan_export(open_megatron(tmp_path / "out" / "weights"), untouched_from=model), tmp_path / "exported"
-    )
+    checkpoint = open_megatron(tmp_path / "out" / "weights")
+    assert plan_export(checkpoint).notes["prediction_layers"].startswith("2 that config.json counts are not")
+    completed = plan_export(checkpoint, untouched_from=model)
+    assert "prediction_layers" not in completed.notes
+    export_model(completed, tmp_path / "exported")
     check_equal(load_file(tmp_path / "exported" / "model.safetensors"), exported)
