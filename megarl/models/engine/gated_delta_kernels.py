@@ -26,6 +26,26 @@ SMALLEST = 16
 
 
 @triton.jit
+def _places(size, keys, values, block_size: tl.constexpr, block_keys: tl.constexpr, columns: tl.constexpr):
+    """Tokens and keys of a program's blocks; where its columns of a state and of a chunk's values are, and
+    which of them there are."""
+    token = tl.arange(0, block_size)
+    key = tl.arange(0, block_keys)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    is_column = column[None, :] < values
+    of_state = key[:, None] * values + column[None, :]
+    of_tokens = token[:, None] * values + column[None, :]
+    return (
+        token,
+        key,
+        of_state,
+        of_tokens,
+        (key[:, None] < keys) & is_column,
+        (token[:, None] < size) & is_column,
+    )
+
+
+@triton.jit
 def _forward(
     solved,
     reads,
@@ -50,13 +70,9 @@ def _forward(
     x, chunk by chunk."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    token = tl.arange(0, block_size)
-    key = tl.arange(0, block_keys)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
-    of_state = key[:, None] * values + column[None, :]
-    of_tokens = token[:, None] * values + column[None, :]
-    in_state = (key[:, None] < keys) & (column[None, :] < values)
-    in_tokens = (token[:, None] < size) & (column[None, :] < values)
+    token, key, of_state, of_tokens, in_state, in_tokens = _places(
+        size, keys, values, block_size, block_keys, columns
+    )
     in_reads = (token[:, None] < size) & (key[None, :] < keys)
     in_written = (key[:, None] < keys) & (token[None, :] < size)
     state = tl.zeros((block_keys, columns), dtype=tl.float32)
@@ -103,13 +119,9 @@ def _backward(
     given follow from these two outside."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    token = tl.arange(0, block_size)
-    key = tl.arange(0, block_keys)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
-    of_state = key[:, None] * values + column[None, :]
-    of_tokens = token[:, None] * values + column[None, :]
-    in_state = (key[:, None] < keys) & (column[None, :] < values)
-    in_tokens = (token[:, None] < size) & (column[None, :] < values)
+    token, key, of_state, of_tokens, in_state, in_tokens = _places(
+        size, keys, values, block_size, block_keys, columns
+    )
     # both transposed
     in_reads = (key[:, None] < keys) & (token[None, :] < size)
     in_written = (token[:, None] < size) & (key[None, :] < keys)
