@@ -93,15 +93,18 @@ def read_gated_delta(
             else read_size(config, "full_attention_interval", problems)
         )
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not set(kinds) <= {LINEAR, FULL}:
+    listed = list(kinds) if isinstance(kinds, list | tuple) else []
+    unknown = [layer for layer, kind in enumerate(listed) if kind not in (LINEAR, FULL)]
+    if unknown or len(listed) != num_layers:
+        found = f"[{unknown[0]}] = {listed[unknown[0]]!r}" if unknown else f" has {len(listed)} entries"
         problems.append(
-            f"layer_types = {kinds!r}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers"
+            f"layer_types{found}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers"
         )
         return None
     layers = tuple(kind == LINEAR for kind in kinds)
     if not any(layers):
         return None
-    found = GatedDeltaNet(
+    net = GatedDeltaNet(
         key_heads=read_size(config, "linear_num_key_heads", problems),
         value_heads=read_size(config, "linear_num_value_heads", problems),
         key_width=read_size(config, "linear_key_head_dim", problems),
@@ -110,9 +113,9 @@ def read_gated_delta(
         layers=layers,
         stored_by_head=stored_by_head,
     )
-    if found.value_heads % found.key_heads:
+    if net.value_heads % net.key_heads:
         problems.append(
-            f"linear_num_value_heads = {found.value_heads}: no multiple of linear_num_key_heads = "
-            f"{found.key_heads}"
+            f"linear_num_value_heads = {net.value_heads}: no multiple of linear_num_key_heads = "
+            f"{net.key_heads}"
         )
-    return found
+    return net

@@ -177,8 +177,11 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         family.read_latent_attention(config, problems),
     )
     gated_delta = family.read_gated_delta(config, num_layers, problems)
-    # what else there is to say is about Megatron-Core, which another backend need not care about
-    sizes = [problem for problem in problems if problem.endswith(SIZE_NEEDED)]
+    # What else there is to say is about Megatron-Core, which another backend need not care about. Layers of
+    # unknown kinds would be counted as if they had attention.
+    sizes = [
+        problem for problem in problems if problem.endswith(SIZE_NEEDED) or problem.startswith("layer_types")
+    ]
     if sizes:
         raise ValueError("; ".join(sizes))
     windows = _windows(config, family, num_layers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config import read_model_facts
-from megarl.config.model_facts import looks_like_path
+from megarl.config.model_facts import facts_of, looks_like_path
+from megarl.config.tables import KNOWN_MODELS
 from megarl.errors import ConfigError
 
 
@@ -82,6 +85,22 @@ def test_broken_model_directories(tmp_path: Path, content: str | None, message: 
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_model_facts(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kinds: ["mamba", *kinds[1:]], r"layer_types\[0\] = 'mamba': linear_attention or"),
+        (lambda kinds: kinds[:-1], "layer_types has 31 entries: .* each of the 32 layers"),
+    ],
+)
+def test_layers_of_unknown_kinds_are_named(change: Any, message: str) -> None:
+    """Counted as attention they would make up another plan, without a word."""
+    content = copy.deepcopy(KNOWN_MODELS["Qwen/Qwen3.5-9B"])
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 8
+    content["text_config"]["layer_types"] = change(kinds)
+    with pytest.raises(ValueError, match=message):
+        facts_of(content)
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
