@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -284,6 +285,10 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         if writer is not None:
             stack.push(writer.leave)
 
+        # What there is by now stays to the end: a collection that looks through all of torch and
+        # transformers takes longer than a step of the driver.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         reporting.console.start(start.step)
         restarts.built = True
         stop = restarts.stop
