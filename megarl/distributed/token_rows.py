@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import overload
 
@@ -19,7 +20,10 @@ class TokenRows(Sequence[list[int]]):
 
     def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         self.joined, self.lengths = tokens, lengths
-        self._ends = np.cumsum(lengths)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.lengths)
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
@@ -29,6 +33,9 @@ class TokenRows(Sequence[list[int]]):
     @classmethod
     def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
         """The same of rows that are int64 arrays."""
+        if len(rows) == 1:
+            # of a turn of a conversation, which the driver makes one by one
+            return cls(rows[0], np.array([len(rows[0])]))
         return cls(np.concatenate(rows) if len(rows) else np.empty(0, np.int64), _lengths(rows))
 
     def __len__(self) -> int:

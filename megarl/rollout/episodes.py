@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
 _NEEDED = ("rewards", "terminated", "masked")
 # What an environment says of each conversation; what is not needed may be missing as a whole.
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
+
+_columns_of = operator.attrgetter(*_COLUMNS)
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
@@ -184,6 +187,8 @@ class EpisodeRunner:
         # their own
         self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
         self._begun: set[int] = set()
+        self._decode = functools.partial(decode_rows, tokenizer)
+        self._decode_fully = functools.partial(decode_with_special_tokens, tokenizer)
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
         # Of one turn the engines know the length that the model allows; where they are told, they get one
@@ -432,10 +437,7 @@ class EpisodeRunner:
 
     def _turn(self, numbers: Sequence[int]) -> Turn:
         episodes = [self._episodes[number] for number in numbers]
-        said = [episode.segment.pieces[-1][0] for episode in episodes]
-        ids = TokenRows.of_arrays(said)
-        decode = functools.partial(decode_rows, self._tokenizer)
-        with_special = functools.partial(decode_with_special_tokens, self._tokenizer)
+        ids = TokenRows.of_arrays([episode.segments[-1].pieces[-1][0] for episode in episodes])
 
         def asked() -> TokenRows:
             return TokenRows.of_arrays([episode.segments[0].prompt for episode in episodes])
@@ -445,9 +447,9 @@ class EpisodeRunner:
             [episode.response for episode in episodes],
             ids,
             [episode.metadata for episode in episodes],
-            LateTexts(len(episodes), lambda: decode(asked())),
-            LateTexts(len(episodes), lambda: with_special(ids)),
-            LateTexts(len(episodes), lambda: with_special(asked())),
+            LateTexts(len(episodes), lambda: self._decode(asked())),
+            LateTexts(len(episodes), lambda: self._decode_fully(ids)),
+            LateTexts(len(episodes), lambda: self._decode_fully(asked())),
             turns=[episode.turns for episode in episodes],
             truncated=[episode.truncated for episode in episodes],
         )
@@ -538,8 +540,9 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
     Raises:
         BatchError: it is nothing of the kind.
     """
-    found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    found = [found] if isinstance(found, Mapping) else found
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    found = [observation] if isinstance(observation, Mapping) else observation
     right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
     if not right or not all(
         isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found
@@ -563,12 +566,13 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
             f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn "
             "(megarl.rollout.environment)"
         )
-    wrong: dict[str, int] = {}
-    for name in _COLUMNS:
-        size = len(getattr(said, name))
-        if size != rows and (size or name in _NEEDED):
-            wrong[name] = size
-    if wrong:
+    sizes = [len(column) for column in _columns_of(said)]
+    if {*sizes} - {rows, 0} or sizes[: len(_NEEDED)] != [rows] * len(_NEEDED):
+        wrong = {
+            name: size
+            for name, size in zip(_COLUMNS, sizes, strict=True)
+            if size != rows and (size or name in _NEEDED)
+        }
         raise BatchError(
             f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in "
             "their order"
