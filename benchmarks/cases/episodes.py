@@ -7,8 +7,9 @@ the engine, which is a script, each request after 5 ms. Nothing can end before t
 conversation's answers.
 
 The driver's CPU seconds are those of 256 conversations of four turns of 256 sampled tokens, whose environment
-answers at once, against as
-many responses to conversations of one turn.
+answers at once, against as many responses to conversations of one turn; and those of as many responses that a
+reward function scores, as a step of GRPO collects them, against the same columns made straight from what was
+generated, without an object for each response.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.point import Metric, Point
 from megarl.config.environments import EnvConfig
 from megarl.data.chat_template import ChatTemplate
 from megarl.data.datasets import Example
 from megarl.data.observations import ObservationEncoder
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import inside
+from megarl.distributed.token_rows import TokenRows
 from megarl.key import defaults_of
 from megarl.models.generation.stream import Completion, Request
 from megarl.observe.timing import PhaseTimer
+from megarl.rollout.collector import Collector
+from megarl.rollout.environment import Turn
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
 from megarl.rollout.message_env import MessageEnv, MessageEnvironment, Step
+from megarl.rollout.single_turn import SingleTurn
+from megarl.rollout.texts import decode_rows
 from megarl.rollout.trajectory import Segment, batch_of
 
 EPISODES, TURNS, MEAN_S, MOST_S, ENGINE_S = 256, 8, 0.25, 2.0, 0.005
@@ -38,6 +47,7 @@ REPEATS, QUICK_REPEATS = 3, 1
 WORDS, ALL_TURNS = 256, 4
 """Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
 CPU_REPEATS = 5
+CPU = "CPU us of the driver a sampled token"
 SAID = np.random.default_rng(0).integers(5, 60, WORDS)
 """A response, of other tokens than the special ones."""
 
@@ -146,6 +156,63 @@ def _led(
     return seconds
 
 
+class _Generated:
+    """Returns the same responses at each call, as a policy that generates does."""
+
+    def __init__(self, prompt: np.ndarray, rows: int) -> None:
+        ids = torch.from_numpy(np.tile(np.concatenate([prompt, SAID]), (rows, 1)))
+        logprobs = torch.zeros(ids.shape)
+        logprobs[:, len(prompt) :] = -1.0
+        self.output = {
+            "output_ids": ids,
+            "generation_lengths": torch.full((rows,), WORDS),
+            "unpadded_sequence_lengths": torch.full((rows,), ids.shape[1]),
+            "logprobs": logprobs,
+            "truncated": torch.zeros(rows, dtype=torch.bool),
+        }
+
+    def prepare_for_generation(self) -> None:
+        """Nothing is moved."""
+
+    def finish_generation(self) -> None:
+        """Nothing is moved."""
+
+    def generate(self, data: Any, greedy: bool) -> BatchedDataDict[Any]:
+        return BatchedDataDict(dict(self.output))
+
+
+def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
+    """CPU seconds of a step's responses, collected, and made columns without episodes."""
+    prompt = np.arange(5, 25)
+    rows, section = EPISODES * ALL_TURNS, {**defaults_of(EnvConfig), "reward": "exact_match"}
+    environment, generated = SingleTurn(section), _Generated(prompt, rows)  # type: ignore[arg-type]
+    records = [Example(number, tuple(prompt.tolist()), (), "4") for number in range(EPISODES)]
+    collector = Collector(generated, tokenizer, environment, PhaseTimer(), [0])  # type: ignore[arg-type]
+    begun = time.process_time()
+    samples = collector.collect(records, ALL_TURNS, list(range(rows)), weight_version=0).samples
+    collected = time.process_time() - begun
+
+    begun = time.process_time()
+    output = generated.generate(None, greedy=False)
+    ids, ends = output["output_ids"].numpy(), output["unpadded_sequence_lengths"].numpy()
+    is_sampled = inside(len(prompt), ends, ids.shape[1])
+    responses = TokenRows(ids[is_sampled], ends - len(prompt))
+    texts, of_rows = decode_rows(tokenizer, responses), [each for each in records for _ in range(ALL_TURNS)]
+    said = environment.step(Turn(of_rows, texts, responses, [None] * rows))
+    columns = {
+        "input_ids": output["output_ids"],
+        "token_mask": torch.from_numpy(is_sampled).float(),
+        "generation_logprobs": output["logprobs"],
+        "generation_lengths": output["generation_lengths"],
+        "reward": torch.tensor(said.rewards),
+        "masked": torch.tensor(said.masked),
+    }
+    straight = time.process_time() - begun
+    if not all(torch.equal(samples[name], column) for name, column in columns.items()):
+        raise RuntimeError("what was collected is not what was generated")
+    return collected, straight
+
+
 def measure(quick: bool) -> Iterator[Point]:
     """Wall seconds of both ways, and CPU seconds of several turns and of one."""
     chains = [sum(delays) + ENGINE_S * len(delays) for delays in map(delays_of, range(EPISODES))]
@@ -158,11 +225,13 @@ def measure(quick: bool) -> Iterator[Point]:
     responses = EPISODES * ALL_TURNS
     several: list[float] = []
     one: list[float] = []
+    scored: list[tuple[float, float]] = []
     # a collection of all that torch and transformers hold takes longer than a whole run of these
     gc.disable()
     for _ in range(CPU_REPEATS):
         several.append(_led(_Quick, _Stream(in_waves=True, seconds=0), EPISODES, ALL_TURNS, encoder)[1])
         one.append(_led(_One, _Stream(in_waves=True, seconds=0), responses, 1, encoder)[1])
+        scored.append(_scored_seconds(encoder.tokenizer))
     gc.enable()
     yield Point(
         {"episodes": EPISODES, "turns": f"1 to {TURNS}"},
@@ -170,9 +239,9 @@ def measure(quick: bool) -> Iterator[Point]:
             "pace": Metric.ratio("the longest chain", wall[False], longest),
             "barrier": Metric.ratio("each at its own pace", wall[True], wall[False]),
             "longest_seconds": Metric.of("s", longest),
-            "cpu": Metric.of(
-                "CPU us of the driver a sampled token", [1e6 * each / (responses * WORDS) for each in several]
-            ),
+            "cpu": Metric.of(CPU, [1e6 * each / (responses * WORDS) for each in several]),
             "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
+            "cpu_scored": Metric.of(CPU, [1e6 * each / (responses * WORDS) for each, _ in scored]),
+            "cpu_episodes": Metric.ratio("the same columns without episodes", *zip(*scored, strict=True)),
         },
     )

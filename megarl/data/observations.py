@@ -190,8 +190,8 @@ class ObservationEncoder:
         into are rendered."""
         if len(messages) != 1:
             return None
-        further = dict(messages[0])
-        content = further.pop("content", None)
+        message = messages[0]
+        content = message.get("content")
         if (
             not isinstance(content, str)
             or content != content.strip()
@@ -199,13 +199,13 @@ class ObservationEncoder:
             or "<" in content
         ):
             return None
-        if not all(isinstance(value, str) for value in further.values()):
+        kind = tuple([item for item in message.items() if item[0] != "content"])
+        if not all([isinstance(value, str) for _, value in kind]):
             return None
-        kind = tuple(sorted(further.items()))
         if kind not in self._frames:
             if len(self._frames) >= _MOST_FRAMES:
                 return None
-            self._frames[kind] = self._find_frame(further)
+            self._frames[kind] = self._find_frame(dict(kind))
         frame = self._frames[kind]
         return None if frame is None else frame.around(content, self._encode)
 

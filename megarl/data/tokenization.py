@@ -292,7 +292,8 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
         if backend.truncation is not None or backend.padding is not None:
             # somebody has asked for them at another call, and transformers takes them back
             return _tokens(tokenizer, [text])[0]
-        found: list[int] = backend.encode(text, add_special_tokens=False).ids
+        # Without the places of tokens in the text, which nobody reads here.
+        found: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return found
 
     return encode

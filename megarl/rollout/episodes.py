@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 import torch
 
-from megarl.distributed.token_batches import TokenRows
+from megarl.distributed.token_rows import TokenRows
 from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.observe.timing import GENERATION
@@ -56,6 +57,8 @@ _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
 _NEEDED = ("rewards", "terminated", "masked")
 # What an environment says of each conversation; what is not needed may be missing as a whole.
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
+
+_columns_of = operator.attrgetter(*_COLUMNS)
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
@@ -184,9 +187,17 @@ class EpisodeRunner:
         # their own
         self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
         self._begun: set[int] = set()
+        self._decode = functools.partial(decode_rows, tokenizer)
+        self._decode_fully = functools.partial(decode_with_special_tokens, tokenizer)
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
+        # Of one turn the engines know the length that the model allows; where they are told, they get one
+        # more column.
+        self._asked = limits if limits.turns > 1 else EpisodeLimits(tokens=limits.tokens)
         self._episodes: Sequence[Episode] = ()
+        # Environments of the episodes, one each, and the same ones once each.
+        self._owners: Sequence[Any] = ()
+        self._kinds: Sequence[Any] = ()
         self._requests: dict[int, Request] = {}
         self._unanswered: list[int] = []
         self._open: RequestStream | None = None
@@ -201,6 +212,8 @@ class EpisodeRunner:
             RewardError: the environment cannot go on.
         """
         self._episodes = episodes
+        self._owners = [environment_of(self._environment, episode.record) for episode in episodes]
+        self._kinds = list({id(owner): owner for owner in self._owners}.values())
         try:
             with self._timer.phase("reward"):
                 self._begin()
@@ -232,7 +245,7 @@ class EpisodeRunner:
                         if (
                             not self._requests
                             and not self._threads.busy
-                            and not any(map(self._may_go_on, episodes))
+                            and not (self._limits.turns > 1 and any(map(self._may_go_on, episodes)))
                         ):
                             self._engines.finish(episodes)
                             finished = True
@@ -279,29 +292,33 @@ class EpisodeRunner:
         self._unanswered += found
 
     def _write(self, episode: Episode, completion: Completion, text: str) -> None:
-        episode.segment.sampled(completion.tokens, completion.logprobs, completion.versions)
-        episode.response, episode.truncated = text, completion.truncated
+        tokens, logprobs, truncated, versions = completion
+        episode.segments[-1].sampled(tokens, logprobs, versions)
+        episode.response, episode.truncated = text, truncated
         episode.turns += 1
-        if completion.versions is not None and len(completion.versions):
+        if versions is not None and len(versions):
             # The oldest weights of any turn: bounds on age and corrections have to hold for all of its
             # tokens.
-            oldest = int(completion.versions.min())
+            oldest = int(versions.min())
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
+
+    def _have(self, name: str) -> bool:
+        """Whether any environment of these episodes has an attribute of that name that is not 0."""
+        return any(getattr(owner, name, None) for owner in self._kinds)
 
     def _may_go_on(self, episode: Episode) -> bool:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
 
     def _answered(self, in_waves: bool) -> dict[int, Request]:
         """Have the environment answer what can be answered now; the next requests."""
-        together: list[int] = []
         # Sorted, because completions come in any order, and the environment is to be asked in the same one
         # each time.
-        for number in sorted(self._unanswered):
-            owner = environment_of(self._environment, self._episodes[number].record)
-            if getattr(owner, "threads", 0):
-                self._start(number, owner)
-            else:
-                together.append(number)
+        together = sorted(self._unanswered)
+        if self._have("threads"):
+            threaded = [number for number in together if getattr(self._owners[number], "threads", 0)]
+            for number in threaded:
+                self._start(number, self._owners[number])
+            together = sorted({*together} - {*threaded})
         self._unanswered = together
         answers: dict[int, tuple[EnvironmentReturn, int]] = {}
         if self._threads.busy:
@@ -325,16 +342,13 @@ class EpisodeRunner:
 
     def _judge(self) -> None:
         """Have the environments that judge whole conversations do so, all at once."""
+        if not self._have("judge"):
+            return
         environment: Any = self._environment
-        known = [
-            (number, episode)
-            for number, episode in enumerate(self._episodes)
-            if episode.reason not in _NOT_JUDGED
-        ]
         numbers = [
             number
-            for number, episode in known
-            if hasattr(environment_of(environment, episode.record), "judge")
+            for number, episode in enumerate(self._episodes)
+            if episode.reason not in _NOT_JUDGED and hasattr(self._owners[number], "judge")
         ]
         if numbers:
             with self._judging:
@@ -345,8 +359,9 @@ class EpisodeRunner:
 
     def _begin(self) -> None:
         """Begin the conversations of environments that hold something for each."""
-        for number, episode in enumerate(self._episodes):
-            owner: Any = environment_of(self._environment, episode.record)
+        if not self._have("begin"):
+            return
+        for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
             if getattr(owner, "begins_at_once", False):
                 episode.metadata, _ = owner.begin(episode.record)
             elif hasattr(owner, "begin"):
@@ -379,8 +394,7 @@ class EpisodeRunner:
 
     def _end(self) -> None:
         """End all conversations, in threads, as any of them may hang or fail."""
-        for number, episode in enumerate(self._episodes):
-            owner: Any = environment_of(self._environment, episode.record)
+        for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
             # Not those that never began: their environment holds nothing for them.
             if (
                 episode.metadata is not None
@@ -423,10 +437,7 @@ class EpisodeRunner:
 
     def _turn(self, numbers: Sequence[int]) -> Turn:
         episodes = [self._episodes[number] for number in numbers]
-        said = [episode.segment.pieces[-1][0] for episode in episodes]
-        ids = TokenRows.of_arrays(said)
-        decode = functools.partial(decode_rows, self._tokenizer)
-        with_special = functools.partial(decode_with_special_tokens, self._tokenizer)
+        ids = TokenRows.of_arrays([episode.segments[-1].pieces[-1][0] for episode in episodes])
 
         def asked() -> TokenRows:
             return TokenRows.of_arrays([episode.segments[0].prompt for episode in episodes])
@@ -436,9 +447,9 @@ class EpisodeRunner:
             [episode.response for episode in episodes],
             ids,
             [episode.metadata for episode in episodes],
-            LateTexts(len(episodes), lambda: decode(asked())),
-            LateTexts(len(episodes), lambda: with_special(ids)),
-            LateTexts(len(episodes), lambda: with_special(asked())),
+            LateTexts(len(episodes), lambda: self._decode(asked())),
+            LateTexts(len(episodes), lambda: self._decode_fully(ids)),
+            LateTexts(len(episodes), lambda: self._decode_fully(asked())),
             turns=[episode.turns for episode in episodes],
             truncated=[episode.truncated for episode in episodes],
         )
@@ -451,7 +462,7 @@ class EpisodeRunner:
         episode.stop_strings = said.stop_strings[row] if len(said.stop_strings) else None
         reason = said.reasons[row] if len(said.reasons) else None
         if said.terminated[row]:
-            episode.reason = StopReason(reason or StopReason.DONE)
+            episode.reason = StopReason(reason) if reason else StopReason.DONE
         elif self._limits.turns == 1:
             raise BatchError(
                 "the environment goes on after a response, and there is one turn. Fix: write "
@@ -471,7 +482,7 @@ class EpisodeRunner:
         masked = bool(said.masked[row])
         episode.masked |= masked
         # Added: a judge of whole conversations comes after the rewards of the turns.
-        episode.segment.rewards[-1] += _reward(said.rewards[row], masked)
+        episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -511,10 +522,7 @@ class EpisodeRunner:
         return None if prompt is None else Segment(np.asarray(prompt, np.int64), opening=observed)
 
     def _request(self, episode: Episode) -> Request:
-        # of one turn the engines know the length that the model allows; where they are told, they get one
-        # more column
-        bounds = self._limits if self._limits.turns > 1 else EpisodeLimits(tokens=self._limits.tokens)
-        left = bounds.left(episode)
+        left = self._asked.left(episode)
         most = None if left is None else max(left, 0)
         # The first turn has the record's own seed, so that conversations of one turn are what they were
         # without turns.
@@ -532,8 +540,9 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
     Raises:
         BatchError: it is nothing of the kind.
     """
-    found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    found = [found] if isinstance(found, Mapping) else found
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    found = [observation] if isinstance(observation, Mapping) else observation
     right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
     if not right or not all(
         isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found
@@ -557,12 +566,13 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
             f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn "
             "(megarl.rollout.environment)"
         )
-    wrong: dict[str, int] = {}
-    for name in _COLUMNS:
-        size = len(getattr(said, name))
-        if size != rows and (size or name in _NEEDED):
-            wrong[name] = size
-    if wrong:
+    sizes = [len(column) for column in _columns_of(said)]
+    if {*sizes} - {rows, 0} or sizes[: len(_NEEDED)] != [rows] * len(_NEEDED):
+        wrong = {
+            name: size
+            for name, size in zip(_COLUMNS, sizes, strict=True)
+            if size != rows and (size or name in _NEEDED)
+        }
         raise BatchError(
             f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in "
             "their order"

@@ -108,7 +108,7 @@ _SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, s
 _LONGEST_TRACE = 4000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Score:
     """A reward function's verdict on one response.
 
@@ -638,8 +638,11 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         spec: of the reward, with the seconds after which an alarm rings.
     """
     try:
-        with contextlib.nullcontext() if reward.is_immediate else time_limit(spec.timeout_s):
+        if reward.is_immediate:
             value, accuracy = verdict(reward.judge(task))
+        else:
+            with time_limit(spec.timeout_s):
+                value, accuracy = verdict(reward.judge(task))
     except (OutOfTimeError, JudgementTimeoutError):
         return _late(spec)
     except KeyboardInterrupt:

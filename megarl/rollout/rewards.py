@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.config.environments import OPTIONS, REWARD, RewardConfig, check_reward
 from megarl.config.nested import at
@@ -63,8 +63,7 @@ _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
 _SHARE_OF_TESTS = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One response that a reward function judges.
 
     Attributes:
@@ -80,7 +79,7 @@ class Task:
     answer: str
     length: int = 0
     prompt: str = ""
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = {}
     is_chat: bool = False
 
 
@@ -373,6 +372,9 @@ def verdict(value: Any) -> tuple[float, float | None]:
     Raises:
         VerdictError: it is no number, nor a mapping with one under ``score``.
     """
+    # Asked of each response: a float need not be asked whether it is a mapping, which takes longer.
+    if type(value) is float:
+        return value, None
     if not isinstance(value, Mapping):
         return _number(value, "a number"), None
     if "score" not in value:

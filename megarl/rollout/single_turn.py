@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megarl.config.environments import EnvConfig, rewards_of
+from megarl.distributed.token_rows import TokenRows
 from megarl.errors import RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import EnvironmentReturn, Turn
@@ -188,7 +189,7 @@ class SingleTurn:
         columns = self._without_broken(self._scores(turn), turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
-        rewards = [_weighted(self._parts, row) for row in zip(*values, strict=True)]
+        rewards = _weighted(self._parts, values)
         return EnvironmentReturn(
             rewards=[0.0 if hidden else reward for reward, hidden in zip(rewards, masked, strict=True)],
             terminated=[True] * len(masked),
@@ -261,7 +262,7 @@ class SingleTurn:
         that the slow ones of both are spread."""
         full = self._tasks(turn)
         short = (
-            [replace(task, prompt="", record={}) for task in full]
+            [task._replace(prompt="", record={}) for task in full]
             if any(part.reward.wants_record for part in self._parts)
             else full
         )
@@ -276,8 +277,9 @@ class SingleTurn:
         return found
 
     def _tasks(self, turn: Turn) -> list[Task]:
-        asked = any(part.reward.wants_record for part in self._parts)
-        return [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
+        asked, ids = any(part.reward.wants_record for part in self._parts), turn.response_ids
+        lengths = ids.lengths.tolist() if isinstance(ids, TokenRows) else list(map(len, ids))
+        return [_task(turn, row, length, with_record=asked) for row, length in enumerate(lengths)]
 
     def _values_of_parts(
         self, values: Sequence[Sequence[float]], masked: Sequence[bool]
@@ -421,17 +423,16 @@ class SingleTurn:
         return found
 
 
-def _weighted(parts: Sequence[_Part], values: Sequence[float]) -> float:
-    """The sum of values times weights; one reward of weight 1 as it is."""
-    return sum(
-        (part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)),
-        parts[0].weight * values[0],
-    )
+def _weighted(parts: Sequence[_Part], columns: Sequence[Sequence[float]]) -> list[float]:
+    """The sums of the values of each response times their weights; one reward of weight 1 as it is."""
+    sums = [parts[0].weight * value for value in columns[0]]
+    for part, column in zip(parts[1:], columns[1:], strict=True):
+        sums = [total + part.weight * value for total, value in zip(sums, column, strict=True)]
+    return sums
 
 
-def _task(turn: Turn, row: int, *, with_record: bool) -> Task:
-    record = turn.records[row]
-    response, length = turn.responses[row], len(turn.response_ids[row])
+def _task(turn: Turn, row: int, length: int, *, with_record: bool) -> Task:
+    record, response = turn.records[row], turn.responses[row]
     if not with_record:
         return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
     fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}

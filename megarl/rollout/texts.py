@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.distributed.token_batches import TokenRows
+from megarl.distributed.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,7 +151,7 @@ class ByteTable:
         return [text for part in rows.parts(_AT_ONCE) for text in self._decode(part)]
 
     def _decode(self, rows: TokenRows) -> Iterator[str]:
-        ids = rows.joined()
+        ids = rows.joined
         beyond = len(self.lengths) - 1
         ids = np.where((ids < 0) | (ids > beyond), beyond, ids)
         lengths = self.lengths[ids]

@@ -12,7 +12,8 @@ import torch
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.parcels import inside
-from megarl.distributed.token_batches import pad_arrays
+from megarl.distributed.token_batches import pad_arrays, padded
+from megarl.distributed.token_rows import TokenRows
 
 TOKEN_VERSIONS = "token_versions"
 """Column of a batch, see ``batch_of``."""
@@ -63,6 +64,8 @@ class Segment:
     @property
     def tokens(self) -> np.ndarray:
         """[n] int64, all of them."""
+        if not self.pieces:
+            return self.prompt
         return np.concatenate([self.prompt, *(tokens for tokens, *_ in self.pieces)])
 
     def __len__(self) -> int:
@@ -85,13 +88,13 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
         ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. Where engines tell them,
         ``token_versions`` [B, S] int64 (of the weights; 0 but on sampled tokens).
     """
-    input_ids, lengths = pad_arrays([segment.tokens for segment in segments], pad_token_id)
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
-    # lengths of what is observed and of what is sampled, by turns, of all segments one after another
+    # what is observed and what is sampled, by turns, of all segments one after another
     pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
-    is_sampled = np.repeat(
-        [logprobs is not None for _, logprobs, _ in pieces], [len(tokens) for tokens, *_ in pieces]
-    )
+    tokens = [tokens for tokens, *_ in pieces]
+    rows = TokenRows(np.concatenate(tokens), np.fromiter(map(len, segments), np.int64, len(segments)))
+    input_ids, lengths = padded(rows, pad_token_id)
+    is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], list(map(len, tokens)))
     of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
     versions = [each for _, _, each in pieces if each is not None]
     tells = len(versions) == len(of_sampled) > 0

@@ -6,8 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.errors import RewardError
 
@@ -18,8 +17,7 @@ _LOOK_SECONDS = 0.01
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call that waits or runs.
 
     Attributes:
@@ -37,8 +35,7 @@ class Call:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """The end of a call: with a result or an error, or with neither, because it took too long."""
 
     number: int
@@ -85,7 +82,9 @@ class TurnThreads:
 
     def start(self, call: Call) -> None:
         """Run a call as soon as its owner has a thread for it."""
-        owner = self._owners.setdefault(id(call.owner), _Owner(type(call.owner).__name__, call.most))
+        owner = self._owners.get(id(call.owner))
+        if owner is None:
+            owner = self._owners[id(call.owner)] = _Owner(type(call.owner).__name__, call.most)
         self._calls[call.number] = call
         owner.open += 1
         owner.waiting.put(call)

@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -92,6 +93,9 @@ PolicyFactory = Callable[..., "Policy"]
 CHECKPOINTS = "checkpoints"
 EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
+_FROZEN_BY_PYTHON = 10_000
+"""Objects; Python 3.12 has frozen some hundred at its start, and the imports of a run make some hundred
+thousand."""
 
 
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
@@ -284,6 +288,12 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         if writer is not None:
             stack.push(writer.leave)
 
+        # What there is by now stays to the end: a collection that looks through all of torch and
+        # transformers takes longer than a step of the driver. Who has frozen more than Python itself does,
+        # as a caller may, keeps that.
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         reporting.console.start(start.step)
         restarts.built = True
         stop = restarts.stop

@@ -4,7 +4,8 @@ generates."""
 from __future__ import annotations
 
 import contextlib
-import importlib
+import ctypes
+import importlib.util
 import math
 import threading
 import time
@@ -77,6 +78,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         ClusterError: Ray does not start.
         DeadlineError: its start hangs.
     """
+    _load_openmp()
     import ray
 
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
@@ -98,6 +100,20 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
                 stack.enter_context(watch_ray(least_s))
         finally:
             importing.join()
+
+
+def _load_openmp() -> None:
+    """Load torch's OpenMP in such a way that its threads sleep while there is nothing to compute.
+
+    By default each spins on its core for milliseconds behind every large operation of torch, which took more
+    of the driver's CPU time than all else, on cores that ranks of the same node need. The library reads the
+    variable once, while it is loaded; Ray's processes, which inherit the environment, do not get it.
+    """
+    torch = importlib.util.find_spec("torch")
+    name = "OMP_WAIT_POLICY"
+    with env.variables({name: env.text(name) or "PASSIVE"}), contextlib.suppress(OSError):
+        for library in Path(str(torch and torch.origin)).parent.glob("lib/libgomp*"):
+            ctypes.CDLL(str(library))
 
 
 def _import_for_driver() -> None:

@@ -4,7 +4,6 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ class Suite:
             assert found[row].tokens.tolist() == tokens and found[row].truncated
             logprobs = batch["logprobs"][row, LENGTHS[row] : LENGTHS[row] + NEW].numpy()
             np.testing.assert_allclose(found[row].logprobs, logprobs, rtol=0, atol=1e-4)
-        stream.submit({0: replace(asked[0], max_new_tokens=4)})
+        stream.submit({0: asked[0]._replace(max_new_tokens=4)})
         [begun] = fetched(stream, 1).values()
         assert begun.tokens.tolist() == expected[0][:4] and begun.truncated
         stream.submit(asked)
@@ -151,6 +150,40 @@ class Suite:
             fetched(greedy, 1)[0].tokens.tolist()
             == completed(served.engine.generate(PROMPTS, greedy=True))[0]
         )
+
+    def test_stop_strings_end_each_turn_of_a_conversation(self, served: Served) -> None:
+        """They come and go from turn to turn, and what ends a response stays part of it: the tokens are those
+        of a response without stop strings up to the first at which its text contains one, whatever stands in
+        the prompt."""
+        served.prepare()
+        decode = served.policy.tokenizer.decode
+        stream = served.engine.requests([], 0, greedy=True, sampling=None)
+        prompts = {row: request.prompt for row, request in requests_of(SEEDED).items()}
+
+        def answers(stops: dict[int, list[str]]) -> dict[int, Completion]:
+            stream.submit({row: Request(prompts[row], stop_strings=stops.get(row)) for row in prompts})
+            return fetched(stream, len(prompts))
+
+        for turn in range(3):
+            free = {row: completion.tokens.tolist() for row, completion in answers({}).items()}
+            texts = [[decode(free[row][:count]) for count in range(NEW + 1)] for row in sorted(free)]
+            # a text over two tokens, the last token alone, and what stands in the prompt or nowhere
+            stops = {
+                turn % 3: [texts[turn % 3][turn + 2].removeprefix(texts[turn % 3][turn]).strip(), "nowhere"],
+                (turn + 1) % 3: [texts[(turn + 1) % 3][NEW][-4:]],
+                (turn + 2) % 3: [decode(prompts[(turn + 2) % 3].tolist())],
+            }
+            found = answers(stops)
+            for row, own in stops.items():
+                ends = [
+                    count
+                    for count, text in enumerate(texts[row])
+                    if count and any(stop in text for stop in own)
+                ]
+                assert found[row].tokens.tolist() == free[row][: (ends or [NEW])[0]]
+                assert found[row].truncated is not bool(ends)
+                prompts[row] = np.concatenate([prompts[row], found[row].tokens, np.array([7 + turn, 9])])
+            assert any(not each.truncated and len(each.tokens) < NEW for each in found.values())
 
     def test_another_distribution_is_that_of_one_call(self, served: Served) -> None:
         """Of validations, which sample otherwise than training does."""

@@ -508,8 +508,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "conversations: what is observed counts as sampled": Row(
         "megarl/rollout/trajectory.py",
-        "        [logprobs is not None for _, logprobs, _ in pieces], [len",
-        "        [True for _, logprobs, _ in pieces], [len",
+        "[logprobs is not None for _, logprobs, _ in pieces], list(",
+        "[True for _, logprobs, _ in pieces], list(",
         ("unit/test_episodes.py",),
     ),
     "conversations: every turn draws by the first one's seed": Row(
@@ -619,8 +619,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "environments: of several rewards the weights do not count": Row(
         "megarl/rollout/single_turn.py",
-        "part.weight * value for part, value",
-        "value for part, value",
+        "[total + part.weight * value for",
+        "[total + value for",
         ("unit/test_several_rewards.py",),
     ),
     "environments: what cannot be scored is trained on": Row(

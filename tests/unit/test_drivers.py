@@ -3,6 +3,7 @@ reference policy."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -341,6 +342,22 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, model: str, data: str)
     run(config, maker)
     assert maker.policies[0].trained_steps == STEPS
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_stays_is_frozen_for_the_garbage_collector(tmp_path: Path, model: str, data: str) -> None:
+    """During the steps alone; what a caller has frozen, as the tests have, stays so."""
+    counts: list[int] = []
+    before = gc.get_freeze_count()
+    maker = PolicyMaker(at_call=lambda call: counts.append(gc.get_freeze_count()))
+    assert before > 10_000 and run(make_config("sft", tmp_path / "kept", model, data), maker) == 0
+    assert before >= max(counts) and gc.get_freeze_count() > before / 2
+    counts.clear()
+    gc.unfreeze()
+    try:
+        run(make_config("sft", tmp_path / "own", model, data), maker)
+        assert min(counts) > before / 2 and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_a_failed_run_frees_its_directory_and_workers(tmp_path: Path, model: str, data: str) -> None:

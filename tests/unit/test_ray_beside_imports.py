@@ -3,6 +3,9 @@ run."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 
+from megarl import env
 from megarl.config import complete_run
 from megarl.distributed import ray_runtime
 from megarl.errors import ClusterError, DataError
@@ -52,6 +56,34 @@ def test_imports_go_on_while_ray_starts(
         start.start_ray(stack)
         assert ended == []
     assert ended == ["shutdown"]
+
+
+STARTED = """
+from contextlib import ExitStack
+from megarl import env
+from megarl.distributed import ray_runtime
+from megarl.run import start
+
+ray_runtime.init_ray = lambda **_: print("of Ray's processes:", env.text("OMP_WAIT_POLICY"))
+start._DRIVER_IMPORTS = ("torch",)
+with ExitStack() as stack:
+    start.start_ray(stack)
+"""
+
+
+@pytest.mark.parametrize(("own", "sleeps"), [(None, True), ("active", False)])
+def test_threads_of_torch_sleep_in_the_driver(own: str | None, sleeps: bool) -> None:
+    """OpenMP shows its settings when it is loaded, so that torch has no other copy of it."""
+    variables = {**env.snapshot(), "OMP_DISPLAY_ENV": "verbose"}
+    variables.pop("OMP_WAIT_POLICY", None)
+    if own is not None:
+        variables["OMP_WAIT_POLICY"] = own
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED], env=variables, capture_output=True, text=True, timeout=LONGEST
+    )
+    [spins] = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert (spins == "0") is sleeps, done.stderr
+    assert f"of Ray's processes: {own}\n" in done.stdout
 
 
 def test_a_ray_that_does_not_start_is_ended_too(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

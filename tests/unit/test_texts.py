@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from megarl.distributed.token_batches import TokenRows, pad_rows
+from megarl.distributed.token_batches import pad_rows
+from megarl.distributed.token_rows import TokenRows
 from megarl.quickstart.material import make_tokenizer
 from megarl.rollout import texts
 from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
@@ -205,16 +206,12 @@ def test_a_decoder_that_joins_other_bytes_is_asked_itself(monkeypatch: pytest.Mo
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6), st.integers(1, 9))
 def test_token_rows_are_slices_of_their_batch(cuts: Sequence[tuple[int, int]], at_once: int) -> None:
     ids = np.arange(len(cuts) * 8).reshape(len(cuts), 8)
-    starts, ends = (
-        np.array(values, np.int64) for values in ([cut[0] for cut in cuts], [sum(cut) for cut in cuts])
-    )
-    rows, expected = (
-        TokenRows(ids, starts, ends),
-        [ids[row, cut[0] : sum(cut)].tolist() for row, cut in enumerate(cuts)],
-    )
+    arrays = [ids[row, cut[0] : sum(cut)] for row, cut in enumerate(cuts)]
+    rows, expected = TokenRows.of_arrays(arrays), [array.tolist() for array in arrays]
     assert list(rows) == [rows[row] for row in range(len(rows))] == list(rows[:]) == expected
-    assert rows.joined().tolist() == [token for row in expected for token in row]
-    assert rows.last(without=-1).tolist() == [row[-1] if row else -1 for row in expected]
+    assert [rows[row - len(rows)] for row in range(len(rows))] == expected
+    assert list(rows[1::2]) == expected[1::2]
+    assert rows.joined.tolist() == [token for row in expected for token in row]
     parts = list(rows.parts(at_once))
     assert [row for part in parts for row in part] == expected
     assert all(len(part) == 1 or part.tokens < 2 * at_once + 4 for part in parts)
@@ -223,7 +220,7 @@ def test_token_rows_are_slices_of_their_batch(cuts: Sequence[tuple[int, int]], a
 
 def test_no_rows() -> None:
     assert decode_rows(make_tokenizer(), TokenRows.of([])) == []
-    assert pad_rows([], 0)[0].shape == (0, 0) and list(TokenRows.of([[]]).last(without=7)) == [7]
+    assert pad_rows([], 0)[0].shape == (0, 0) and list(TokenRows.of([[]])) == [[]]
 
 
 def harmony(*parts: str) -> tuple[Any, list[int]]:

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from megarl.config.environments import TOOL_PARSERS, EnvConfig
+from megarl.config.load import load_config
+from megarl.config.recipes import find
 from megarl.data.datasets import Example
+from megarl.data.records import read_records
 from megarl.errors import ConfigError
 from megarl.key import defaults_of
 from megarl.rollout.environments import make_environment, tools_told
@@ -32,6 +38,7 @@ from tests.templates import TEMPLATES, tokenizer_of
 from tests.templates.conversations import call
 from tests.unit.scripted import collector_of
 
+HOTPOT = Path(__file__).parents[2] / "configs" / "quickstart" / "hotpot-qa.jsonl"
 ARGUMENTS: list[dict[str, Any]] = [
     {"city": "Rome"},
     {"city": 'a "b" {c}\n<d>', "days": 3, "exact": True, "of": [1, None]},
@@ -205,12 +212,11 @@ def test_search_finds_what_fits_best(tmp_path: Path) -> None:
 
 def test_the_paragraphs_of_a_named_set_are_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows in its published form, from a file or by its name; each paragraph once."""
-    path = Path(__file__).parents[2] / "configs" / "quickstart" / "hotpot-qa.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in HOTPOT.read_text().splitlines()]
     monkeypatch.setattr(
         "megarl.data.rows.rows_of", lambda source: iter((source["name"], row) for row in rows)
     )
-    for place in (str(path), "HotpotQA"):
+    for place in (str(HOTPOT), "HotpotQA"):
         index = DocumentIndex(place, "env.tools.search.documents")
         assert (
             index.search("Where does the ferry Alma leave from", 1)
@@ -220,6 +226,50 @@ def test_the_paragraphs_of_a_named_set_are_documents(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("megarl.data.rows.rows_of", lambda source: iter([("row 0", {"context": "none"})]))
     with pytest.raises(ConfigError, match="row 0 is no object with a text"):
         DocumentIndex("HotpotQA", "env.tools.search.documents")
+
+
+def hotpot_features() -> list[dict[str, Any]]:
+    """Columns as the card of the set on the hub describes them."""
+    texts: list[dict[str, Any]] = [
+        {"name": name, "dtype": "string"} for name in ("id", "question", "answer", "type", "level")
+    ]
+    facts, context = ([{"name": "title", "dtype": "string"}] for _ in range(2))
+    return [
+        *texts,
+        {"name": "supporting_facts", "sequence": [*facts, {"name": "sent_id", "dtype": "int32"}]},
+        {"name": "context", "sequence": [*context, {"name": "sentences", "sequence": "string"}]},
+    ]
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_the_published_set_gives_questions_and_documents(
+    described: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout of the hub: a card, and parquet files of both subsets. Of a fullwiki row the paragraphs
+    are others than the answer takes, so that the recipe reads the distractor rows."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in HOTPOT.read_text().splitlines()]
+    elsewhere = {"title": ["Elsewhere"], "sentences": [["Found by a search."]]}
+    published = {"distractor": rows, "fullwiki": [row | {"context": elsewhere} for row in rows]}
+    card: dict[str, Any] = {"configs": [], "dataset_info": []}
+    for subset, rows_of_subset in published.items():
+        path = tmp_path / "hotpotqa" / "hotpot_qa" / subset / "train-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows_of_subset), path)
+        files = [{"split": "train", "path": f"{subset}/train-*"}]
+        card["configs"].append({"config_name": subset, "data_files": files})
+        if described:
+            card["dataset_info"].append({"config_name": subset, "features": hotpot_features()})
+    (path.parents[1] / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+
+    config = load_config(find("grpo-tools-search-qwen2.5-3b-8gpu-megatron"))
+    for source in (config["data"]["train"], {**config["data"]["train"], "subset": "fullwiki"}):
+        records = [(record.prompt, record.answer) for record in read_records(source)]
+        assert records == [(row["question"], row["answer"]) for row in rows]
+    index = DocumentIndex(config["env"]["tools"]["search"]["documents"], "env.tools.search.documents")
+    assert index.search("harbour in Norway", 9).count("Vik is a harbour in Norway.") == 1
+    assert index.search("Sund", 9) == "[1] Sund\nSund is a strait."
+    assert index.search("Found by a search", 1).count("Elsewhere") == 0
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -43,7 +43,7 @@ class _Open:
         """Put behind the others what weights of a version have sampled."""
         if len(piece.tokens):
             versions = np.full(len(piece.tokens), version, np.int64)
-            self.pieces.append(replace(piece, versions=versions))
+            self.pieces.append(piece._replace(versions=versions))
 
     def rest(self, most: int) -> Request:
         """The request for what is still missing. Draws go on by another seed: engines begin each request's
