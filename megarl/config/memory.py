@@ -33,7 +33,6 @@ from megarl.config.parameters import (
     stage_parameters,
 )
 from megarl.config.policy import (
-    MOMENT_KEYS,
     STATE_KEYS,
     MegatronConfig,
     MegatronOptimizerConfig,
@@ -379,9 +378,9 @@ def estimate_sharded(
 ) -> RankMemory:
     """Return the memory of a rank.
 
-    Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in,
-    the whole parameters of the layers that compute, and of what is no layer (embedding, last norm, output
-    layer), which stay gathered while a pass lasts.
+    Weights and optimizer state are shards in the types that they are kept in, gradients in float32; beside
+    them stand, in the type they compute in, the whole parameters of the layers that compute, and of what is
+    no layer (embedding, last norm, output layer), which stay gathered while a pass lasts.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.
@@ -401,7 +400,8 @@ def estimate_sharded(
     )
     parameters = -(-whole // shards)
     gathered = (GATHERED_LAYERS * layer + whole - facts.num_layers * layer) * element
-    kept, trained_parameters, adapters = 4, parameters, adapters_of(policy)
+    stepped = kept = weight_bytes(policy)
+    trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
         # weights that are not trained are kept in the type they compute in
         trained_parameters = -(
@@ -409,7 +409,9 @@ def estimate_sharded(
         )
         kept, reference = element, False
     offloads = _offloads(policy)
-    held = 0 if offloads else kept * parameters + (4 * trained_parameters if adapters is not None else 0)
+    held = (
+        0 if offloads else kept * parameters + (stepped * trained_parameters if adapters is not None else 0)
+    )
     device_share = 0 if offloads else 4 * trained_parameters
     dtensor = backend == "dtensor"
     divided = dtensor and policy["dtensor_cfg"]["sequence_parallel"]
@@ -440,14 +442,22 @@ def estimate_sharded(
         logits=logits.training + trained.head,
         scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
-        reference_weights=4 * parameters if reference else 0,
+        reference_weights=kept * parameters if reference else 0,
     )
+
+
+def weight_bytes(policy: PolicyConfig) -> int:
+    """Return bytes of a weight that a torch backend keeps and steps."""
+    optimizer = policy["optimizer"]
+    return BYTES[optimizer["master_dtype"] if optimizer else "float32"]
 
 
 def moment_bytes(policy: PolicyConfig) -> float:
     """Return bytes a parameter of the moments on a torch backend."""
     optimizer = policy["optimizer"]
-    return sum(STORED[str(optimizer.get(key, "float32") if optimizer else "float32")] for key in MOMENT_KEYS)
+    if not optimizer:
+        return MOMENTS * STORED["float32"]
+    return STORED[optimizer["exp_avg_dtype"]] + STORED[optimizer["exp_avg_sq_dtype"]]
 
 
 def _offloads(policy: PolicyConfig) -> bool:

@@ -13,7 +13,7 @@ from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_a
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
-from megarl.config.memory import BYTES, MOMENTS, RankMemory, has_own_states
+from megarl.config.memory import BYTES, MOMENTS, RankMemory, has_own_states, weight_bytes
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at
@@ -178,7 +178,7 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
     writes them; of adapters these alone.
 
     Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit
-    float32 copies of them; the torch backends write float32 weights.
+    float32 copies of them; the torch backends write the weights that they step.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
     parameters = model_parameters(facts)
@@ -186,7 +186,7 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
         outside = vocabulary_adapter_parameters(adapters, facts)
         parameters = adapter_parameters(adapters, facts, range(facts.num_layers)) + sum(outside)
     if enabled_backend(policy) != "megatron":
-        return parameters * (4 + 2 * 4)
+        return parameters * (weight_bytes(policy) + 2 * 4)
     optimizer = policy["megatron_cfg"]["optimizer"]
     moments = 2 if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
     copies = optimizer["use_distributed_optimizer"] or element < 4

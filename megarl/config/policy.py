@@ -31,7 +31,17 @@ _SecondMoment: TypeAlias = Annotated[
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
-"""Keys of an optimizer that say how its states are stored; the torch backends have the first ones alone."""
+"""Keys of an optimizer that say how its states are stored."""
+_Master: TypeAlias = Annotated[
+    Literal["float32", "bfloat16"],
+    Key(
+        "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, "
+        "``bfloat16`` steps the bfloat16 "
+        "weights themselves, rounded up or down at random so that small steps are not lost on "
+        "average.",
+        default="float32",
+    ),
+]
 
 
 class DTensorConfig(TypedDict):
@@ -177,18 +187,7 @@ class MegatronOptimizerConfig(TypedDict):
     use_distributed_optimizer: NotRequired[
         Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]
     ]
-    master_dtype: NotRequired[
-        Annotated[
-            Literal["float32", "bfloat16"],
-            Key(
-                "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, "
-                "``bfloat16`` steps the bfloat16 "
-                "weights themselves, rounded up or down at random so that small steps are not lost on "
-                "average.",
-                default="float32",
-            ),
-        ]
-    ]
+    master_dtype: NotRequired[_Master]
     exp_avg_dtype: NotRequired[_FirstMoment]
     exp_avg_sq_dtype: NotRequired[_SecondMoment]
     use_precision_aware_optimizer: NotRequired[
@@ -761,6 +760,7 @@ class PytorchOptimizerConfig(TypedDict):
             ),
         ]
     ]
+    master_dtype: NotRequired[_Master]
     exp_avg_dtype: NotRequired[_FirstMoment]
     exp_avg_sq_dtype: NotRequired[_SecondMoment]
 

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.backend import enabled_backend
 from megarl.config.models import POLICY, as_of_policy, model_sections
 from megarl.config.nested import at
-from megarl.config.policy import MOMENT_KEYS, STATE_KEYS
+from megarl.config.policy import STATE_KEYS
 from megarl.errors import ConfigError, Violation
 
 # The optimizer's state brings these values along, so that others would be ignored.
@@ -35,7 +35,7 @@ _FREE = (
         for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")
     ),
     *(f"policy.megatron_cfg.optimizer.{key}" for key in (*STATE_KEYS, "optimizer_offload_fraction")),
-    *(f"policy.optimizer.{key}" for key in MOMENT_KEYS),
+    *(f"policy.optimizer.{key}" for key in STATE_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its

@@ -17,6 +17,7 @@ from megarl.config.backend import enabled_backend
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.huggingface.mover import move_optimizer as move_optimizer_of_torch
+from megarl.models.huggingface.optimizer import local_gradients
 from megarl.models.megatron import checkpoint, state_stream
 from megarl.models.megatron.backend import move_optimizer as move_optimizer_of_megatron
 from megarl.models.megatron.optimizer import fused_style_adam
@@ -316,7 +317,7 @@ def _state_bytes(backend: Any, name: str) -> dict[str, int]:
         gradients, inner = [], [backend.optimizer]
     stepped = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
     if name != "megatron":
-        gradients = [_local(parameter.grad) for parameter in stepped if parameter.grad is not None]
+        gradients = local_gradients(stepped)
     states = [
         value
         for each in inner

@@ -3,22 +3,26 @@ them, copies of a weight stay copies."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.models.engine import state_formats
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
+from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.peft_jobs import with_adapters
 from tests.dist.test_megatron_checkpoint import BATCHES, load_and_train, train_and_save
 from tests.models import policy_config
-from tests.tiers import newest_megatron, sampled
+from tests.tiers import newest_megatron, sampled, slow
 
 LOWEST: dict[str, Any] = {"exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
 STATES: dict[str, dict[str, Any]] = {
@@ -27,6 +31,7 @@ STATES: dict[str, dict[str, Any]] = {
     "8bit-mean": {"exp_avg_dtype": "8bit"},
     "8bit-square": {"exp_avg_sq_dtype": "8bit"},
     "no-master": {"master_dtype": "bfloat16", **LOWEST},
+    "bf16-weights": {"master_dtype": "bfloat16"},
     "8bit-host": {**LOWEST, "optimizer_offload_fraction": 0.4},
     "host": {"optimizer_offload_fraction": 0.6},
 }
@@ -209,10 +214,27 @@ def test_another_layout_and_another_format_read_the_state(
         assert rate == expected_rate
 
 
+def torch_config(
+    model: Path, changes: dict[str, Any] | None, states: dict[str, Any], **others: Any
+) -> dict[str, Any]:
+    """DTensor with ``changes``; without, FSDP1."""
+    others |= {"precision": "bfloat16"} if "master_dtype" in states else {}
+    changes = None if changes is None else dict(changes)
+    adapters = changes is not None and changes.pop("adapters", False)
+    config = fsdp1_config(model, **others) if changes is None else dtensor_config(model, **changes, **others)
+    kwargs = {
+        key: value for key, value in config["optimizer"]["kwargs"].items() if key not in ("foreach", "fused")
+    }
+    config["optimizer"] |= {"kwargs": kwargs, **states}
+    return with_adapters(config) if adapters else config
+
+
 @sampled("values")
-@pytest.mark.parametrize("states", ["bf16", "8bit", "8bit-mean", "8bit-square"])
+@pytest.mark.parametrize("states", ["bf16", "8bit", "8bit-mean", "8bit-square", "no-master", "bf16-weights"])
 @pytest.mark.parametrize(
-    ("world", "changes"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, None)], ids=["one", "dp2", "tp2", "fsdp1"]
+    ("world", "changes"),
+    [(1, {}), (2, {}), (2, {"tp": 2}), (1, {"adapters": True}), (2, None), (1, None)],
+    ids=["one", "dp2", "tp2", "lora", "fsdp1", "fsdp1-one"],
 )
 def test_torch_backends_resume_to_the_bit(
     pool: WorkerPool,
@@ -223,13 +245,98 @@ def test_torch_backends_resume_to_the_bit(
     states: str,
 ) -> None:
     model = tiny_models["qwen3-tied"]
-    config = fsdp1_config(model) if changes is None else dtensor_config(model, **changes)
-    kwargs = {
-        key: value for key, value in config["optimizer"]["kwargs"].items() if key not in ("foreach", "fused")
-    }
-    config["optimizer"] |= {"kwargs": kwargs, **STATES[states]}
+    config = torch_config(model, changes, STATES[states])
     undisturbed = pool.run(world, train_and_save, config, tmp_path)[0]
     resumed = pool.run(world, load_and_train, config, tmp_path, False)[0]
     assert resumed["measured"] == undisturbed["measured"] and undisturbed["measured"][0][1] > 0
     for name, tensor in undisturbed["weights"].items():
         assert torch.equal(resumed["weights"][name], tensor), name
+
+
+TORCH_LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "dtensor": (1, {}),
+    "dtensor-dp2": (2, {}),
+    "dtensor-tp2": (2, {"tp": 2, "sp": True}),
+    "fsdp1": (1, None),
+    "fsdp1-two": (2, None),
+}
+
+
+@pytest.fixture(scope="module")
+def model_of_bf16(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose weights are numbers of bfloat16."""
+    directory = tmp_path_factory.mktemp("bf16") / "qwen3"
+    shutil.copytree(tiny_models["qwen3"], directory)
+    (file,) = directory.glob("*.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+def test_bf16_weights_take_the_step_of_float32_rounded_at_random(
+    pool: WorkerPool, model_of_bf16: Path, layout: str
+) -> None:
+    """Gradients of several micro-batches add up in float32; and after a step each weight is one of the two
+    numbers of bfloat16 around that of float32 weights, so that the errors cancel out."""
+    world, changes = TORCH_LAYOUTS[layout]
+    low, full = (
+        pool.run(world, trained, torch_config(model_of_bf16, changes, states, precision="bfloat16"), 1)[0]
+        for states in (STATES["bf16-weights"], {})
+    )
+    assert full["norm"] > 0.1 and abs(low["norm"] - full["norm"]) < 1e-4 * full["norm"]
+    exact, found = (
+        torch.cat([parameter.flatten() for parameter, _ in run["own"].values()]) for run in (full, low)
+    )
+    assert exact.dtype is torch.float32 and found.dtype is torch.bfloat16
+    exponents = exact.frexp().exponent - 8
+    errors = (found.float() - exact) / torch.ldexp(torch.ones_like(exact), exponents)
+    # of a gradient near zero Adam's first step has only the sign
+    assert float((errors.abs() > 1).float().mean()) < 1e-3
+    assert float((errors.abs() > 0.5).float().mean()) > 0.1, (
+        "the nearest number would be half a step away at most"
+    )
+    assert abs(float(errors.mean())) < 5 * float(errors.std()) / len(errors) ** 0.5
+
+
+TRAINED_STEPS, ROUNDINGS = 200, 8
+
+
+def last_losses(config: Mapping[str, Any], seeds: list[int | None]) -> list[float]:
+    """Mean loss of the last 20 of 200 steps over a few batches, with the roundings of each seed; without one
+    to the nearest."""
+    batches = [make_batch(rows=4, length=12, seed=seed) for seed in range(4)]
+    found, write = [], state_formats.BFloat16.write
+    for seed in seeds:
+        worker, losses = jobs.build(config, init_reference_model=False, seed=seed or 0), []
+        with pytest.MonkeyPatch.context() as patch:
+            if seed is None:
+                patch.setattr(
+                    state_formats.BFloat16, "write", lambda *arguments: write(*arguments[:-1], None)
+                )
+            for step in range(TRAINED_STEPS):
+                share = jobs.my_share(worker, batches[step % 4], config["train_global_batch_size"])
+                losses.append(float(worker.train(data=share, loss_fn=NLLLoss())["global_loss"]))
+        found.append(sum(losses[-20:]) / 20)
+        worker.backend.close()
+    return found
+
+
+@slow
+@pytest.mark.parametrize("layout", ["dtensor", "fsdp1"])
+def test_200_steps_of_bf16_weights_lead_to_where_float32_leads(
+    pool: WorkerPool, model_of_bf16: Path, layout: str
+) -> None:
+    """Float32's loss lies among those of eight roundings, within twice their spread, which is small; rounded
+    to the nearest they lie elsewhere."""
+    world, changes = TORCH_LAYOUTS[layout]
+    options = {"precision": "bfloat16", "gbs": 4, "lr": 2e-4}
+    configs = [
+        torch_config(model_of_bf16, changes, states, **options) for states in (STATES["bf16-weights"], {})
+    ]
+    *found, nearest = pool.run(world, last_losses, configs[0], [*range(ROUNDINGS), None])[0]
+    (expected,) = pool.run(world, last_losses, configs[1], [0])[0]
+    losses = torch.tensor(found, dtype=torch.float64)
+    spread, mean = float(losses.std()), float(losses.mean())
+    assert 0 < spread < 0.1 * expected, (spread, expected)
+    assert abs(mean - expected) < 2 * spread, (found, expected)
+    assert abs(nearest - expected) > 4 * spread, (nearest, found, expected)

@@ -86,6 +86,9 @@ _FACTS: Mapping[str, Callable[[View], object]] = {
     "has_experts": lambda view: view.facts.num_experts > 0,
     "has_scoring_model": has_scoring_model,
     "has_teachers": _has_teachers,
+    "offloads_weights": lambda view: any(
+        view.get(f"policy.{key}", False) for key in ("dtensor_cfg.cpu_offload", "fsdp_offload_enabled")
+    ),
     "own_estimator": lambda view: view[f"{ESTIMATOR}.name"] not in ESTIMATORS,
     "section": lambda view: view.algorithm.section(),
     "generates": lambda view: view.algorithm.GENERATES,
@@ -279,6 +282,13 @@ ROWS_OF_MODELS = (
         "write 0, or master_dtype: float32, whose copies take no memory of the device there",
     ),
     Row(
+        "states_in_host_memory",
+        {"policy.optimizer.master_dtype": "float32"},
+        {"backend": ("dtensor", "fsdp1"), "offloads_weights": True},
+        "the weights that are stepped are in host memory, where float32 takes no memory of the device",
+        "write float32, or set policy.dtensor_cfg.cpu_offload and policy.fsdp_offload_enabled to false",
+    ),
+    Row(
         "states_below_float32",
         {f"policy.megatron_cfg.optimizer.{name}": "float32" for name in STATE_KEYS},
         {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
@@ -289,6 +299,13 @@ ROWS_OF_MODELS = (
         "states_below_float32",
         {"policy.megatron_cfg.optimizer.master_dtype": "float32"},
         {"backend": "megatron", "policy.precision": ("float32", "float16")},
+        "policy.precision is {policy.precision}, and only bfloat16 weights can be stepped themselves",
+        "write float32, or remove the line",
+    ),
+    Row(
+        "states_below_float32",
+        {"policy.optimizer.master_dtype": "float32"},
+        {"backend": ("dtensor", "fsdp1"), "policy.precision": ("float32", "float16")},
         "policy.precision is {policy.precision}, and only bfloat16 weights can be stepped themselves",
         "write float32, or remove the line",
     ),

@@ -36,6 +36,7 @@ from megarl.models.dtensor.weight_stream import WeightStream
 from megarl.models.engine.adapters import AdapterSettings
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.low_precision_adam import add_to_sum
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import answer_requests
@@ -140,10 +141,10 @@ class DTensorBackend(HuggingFaceBackend):
         settings = AdapterSettings.of(self.policy)
         if settings is not None:
             self.adapters = Adapters(settings, model, self._seed)
-            for parameter in model.parameters():
-                if not parameter.requires_grad:
-                    # what no step changes needs no more digits than the computation reads
-                    parameter.data = parameter.data.to(self._dtype)
+        for parameter in model.parameters():
+            # what no step changes needs no more digits than the computation reads
+            kept = self._kept_dtype if parameter.requires_grad else self._dtype
+            parameter.data = parameter.data.to(kept)
         self._rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()} | {
             name: shape[0] for name, shape in shapes.items()
         }
@@ -173,6 +174,10 @@ class DTensorBackend(HuggingFaceBackend):
         self.load_hf(source)
         if self.adapters is not None:
             self.adapters.fill(self._divided())
+        if self._kept_dtype is not torch.float32:
+            for parameter in self._divided().values():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(add_to_sum)
         return model
 
     def load_hf(self, source: HuggingFaceSource) -> None:

@@ -225,17 +225,16 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update from the gradients now in ``.grad``; parameters without one are left alone."""
+        """One update from the present gradients; parameters without one are left alone."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                gradient = gradient_of(parameter)
+                if gradient is not None:
                     self.initialize_state(parameter)
                     # A tensor, as torch's AdamW has it: checkpoints and load_state_dict expect one.
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
-                    for shard, numbers, _ in self.shards(
-                        parameter, local_shard(parameter.grad), group, int(step)
-                    ):
+                    for shard, numbers, _ in self.shards(parameter, local_shard(gradient), group, int(step)):
                         step_shard(shard, self.settings, numbers)
 
     def shards(
@@ -327,15 +326,43 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        loaded, self.state = self.state, type(self.state)(dict)
-        for parameter in list(loaded):
-            # one after the other, so that both forms of all are never there at once
-            values = loaded.pop(parameter)
+        # torch would round the moments of bfloat16 weights to bfloat16
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        self.state = type(self.state)(dict)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number not in state_dict["state"]:
+                continue
+            values = state_dict["state"][number]
             self.initialize_state(parameter)
             self.state[parameter]["step"] = values["step"].detach().cpu().float().clone()
             for name in MOMENTS:
                 self.write_state(parameter, name, local_shard(values[name]))
+
+
+SUM = "decoupled_grad"
+"""Attribute of a parameter whose gradient has another type than itself, which torch's ``grad`` cannot have;
+Megatron-Core's name for it."""
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that a parameter is stepped with: its float32 sum where it has one."""
+    found = getattr(parameter, SUM, None)
+    return parameter.grad if found is None else found
+
+
+@torch.no_grad()
+def add_to_sum(parameter: torch.Tensor) -> None:
+    """Add a parameter's gradient to its float32 sum and let go of it."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    found = getattr(parameter, SUM, None)
+    if found is None:
+        setattr(parameter, SUM, gradient.float())
+    else:
+        found.add_(gradient)
+    parameter.grad = None
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class FSDP1Backend(HuggingFaceBackend):
             # recomputation.
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())
-        fill = Filler(model, source, runtime.device)
+        fill = Filler(model, source, runtime.device, self._kept_dtype)
         # FSDP1 flattens parameters: whether one was a vector shows nowhere afterwards.
         self._dimensions: Mapping[str, int] = {name: len(place.shape) for name, place in fill.held.items()}
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)

@@ -66,21 +66,25 @@ def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Filler:
-    """Gives the parameters of one module at a time their memory and their float32 values. Tied parameters
+    """Gives the parameters of one module at a time their memory and their values. Tied parameters
     stay one parameter.
 
     Args:
         model: built on the meta device, its buffers real.
         source: Hugging Face weights.
         device: where the parameters go.
+        dtype: that they are kept in.
 
     Raises:
         ModelError: the checkpoint does not hold exactly this model.
     """
 
-    def __init__(self, model: nn.Module, source: HuggingFaceSource, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, source: HuggingFaceSource, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._source = source
         self._device = device
+        self.dtype = dtype
         self.held = held_by(model)
         self._names = {place.get(): name for name, place in self.held.items()}
         check_fits(model, source, {name: tuple(place.shape) for name, place in self.held.items()})
@@ -90,5 +94,5 @@ class Filler:
         for parameter in list(module.parameters(recurse=False)):
             if parameter.is_meta:
                 name = self._names[parameter]
-                values = self._source.read(name).to(self._device, torch.float32)
+                values = self._source.read(name).to(self._device, self.dtype)
                 self.held[name].put(nn.Parameter(values, requires_grad=parameter.requires_grad))

@@ -27,6 +27,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Place
+from megarl.models.engine.low_precision_adam import add_to_sum
 from megarl.models.fsdp1.build import Filler, Held, named
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.loading import layers_of
@@ -39,8 +40,24 @@ def _sum_gradients(group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.T
     dist.reduce_scatter_tensor(shard, whole, group=group)
 
 
+class _SumInFloat32:
+    """Takes each gradient of a parameter as soon as it is reduced; FSDP calls it as an optimizer that steps
+    during backward."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def step(self) -> None:
+        """Add the gradient to the parameter's float32 sum."""
+        add_to_sum(self._parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left."""
+
+
 class Sharded:
-    """A model of which every rank keeps an equal part of every unit, in float32, and computes in ``dtype``.
+    """A model of which every rank keeps an equal part of every unit, as ``fill`` makes it, and computes in
+    ``dtype``.
 
     Gradients are reduced after every micro-batch, in float32, and added up sharded: no rank ever holds more
     than one unit's whole gradient.
@@ -79,6 +96,10 @@ class Sharded:
             device_mesh=init_device_mesh(runtime.device.type, (dist.get_world_size(),)),
             use_orig_params=True,
         )
+        if fill.dtype is not torch.float32:
+            # before the next line: FSDP looks for them once, when it first asks which unit is the outermost
+            for _, parameter in self.parameters():
+                parameter._in_backward_optimizers = [_SumInFloat32(parameter)]  # type: ignore[attr-defined]
         self.module.register_comm_hook(self._group, _sum_gradients)
         self._units = self._unit_of_each()
 
@@ -111,7 +132,7 @@ class Sharded:
             _reshard(self.module, self.module._handle, True)
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``names`` and their whole float32 parameters; each tensor is the caller's own. A collective.
+        """``names`` and their whole parameters; each tensor is the caller's own. A collective.
 
         Neighbours of one unit are gathered together, so that an order by layers gathers each layer once.
         """

@@ -9,15 +9,17 @@ from torch import nn
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Place
+from megarl.models.engine.low_precision_adam import add_to_sum
 from megarl.models.fsdp1.build import Filler, named
 from megarl.models.huggingface import checkpoint
 
 
 class FullModel:
-    """A model on one rank, computing in ``dtype`` from float32 parameters, with float32 gradients.
+    """A model on one rank, computing in ``dtype`` from the parameters that ``fill`` makes, with float32
+    gradients.
 
-    In half precision the module's own parameters are copies of the float32 ones; each micro-batch's gradient
-    is added to the float32 gradient as soon as it is there, as FSDP does.
+    In half precision the module's own parameters are copies of float32 ones, unless these are kept in it too;
+    each micro-batch's gradient is added to the float32 gradient as soon as it is there, as FSDP does.
 
     Args:
         module: built on the meta device.
@@ -35,8 +37,11 @@ class FullModel:
         self._runtime = runtime
         self._held = fill.held
         self._masters: dict[str, nn.Parameter] = {}
-        if dtype != torch.float32:
+        if dtype != fill.dtype:
             self._keep_masters(dtype)
+        elif dtype != torch.float32:
+            for _, parameter in named(self._held):
+                parameter.register_post_accumulate_grad_hook(add_to_sum)
 
     def _keep_masters(self, dtype: torch.dtype) -> None:
         for name, parameter in named(self._held):
@@ -49,12 +54,12 @@ class FullModel:
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The float32 parameters."""
+        """The parameters that are kept."""
         return iter(self._masters.items()) if self._masters else named(self._held)
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Let the module's parameters follow the float32 ones."""
+        """Let the module's parameters follow those that are kept."""
         for name, master in self._masters.items():
             self._held[name].get().copy_(master)
 
@@ -62,7 +67,7 @@ class FullModel:
         """Nothing was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``names`` and their whole float32 parameters; they stay the model's own."""
+        """``names`` and their whole parameters; they stay the model's own."""
         parameters = dict(self.parameters())
         return ((name, parameters[name].detach()) for name in names)
 

@@ -22,12 +22,14 @@ from megarl.checkpoint.adapter_base import BaseModel, refuse_adapters
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
 from megarl.config.generation import GenerationConfig
+from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.low_precision_adam import SUM
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
@@ -76,7 +78,8 @@ class ParameterStore(Protocol):
 class HuggingFaceBackend(ABC):
     """One worker's part of a transformers model, with its optimizer and schedule.
 
-    Kept parameters, gradients and optimizer state are float32; the model computes in ``policy.precision``.
+    Kept parameters, gradients and optimizer state are float32, unless ``policy.optimizer`` says otherwise of
+    parameters and state; the model computes in ``policy.precision``.
 
     Args:
         policy: the policy configuration, already validated.
@@ -115,6 +118,8 @@ class HuggingFaceBackend(ABC):
         self.policy = policy
         self.runtime = runtime
         self._dtype = self._dtype_of(policy["precision"])
+        kept = at(policy, "optimizer.master_dtype") or "float32"
+        self._kept_dtype = dtype_of(kept, "policy.optimizer.master_dtype")
         self._trusts = policy["trust_remote_code"]
         self.hf_config = read_hf_config(source.directory, trust_remote_code=self._trusts)
         if scores(policy):
@@ -185,6 +190,7 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
+            setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"

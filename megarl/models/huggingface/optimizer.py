@@ -30,7 +30,7 @@ from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 from megarl.key import defaults_of
 from megarl.models.engine.backend import log_changed_rate
-from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, StateSettings
+from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, StateSettings, gradient_of
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"
@@ -94,7 +94,9 @@ def build_optimizer(
         *([{"params": matrices}] if matrices else []),
         *([{"params": vectors, **without_decay}] if vectors else []),
     ]
-    states = StateSettings("float32", chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed)
+    states = StateSettings(
+        chosen["master_dtype"], chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed
+    )
     if not states.are_plain:
         decoupled = kind is torch.optim.AdamW
         made = _construct(
@@ -206,7 +208,7 @@ def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """This rank's pieces of the gradients there are."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for parameter in parameters if (gradient := gradient_of(parameter)) is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
