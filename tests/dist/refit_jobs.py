@@ -122,6 +122,44 @@ def refits(config: Mapping[str, Any], budget: int) -> dict[str, Any]:
     return {"refits": seen}
 
 
+def refits_beside_a_base(config: Mapping[str, Any], count: int, budget: int) -> dict[str, Any]:
+    """A refit after each of ``count`` steps of adapters, and one more with the factors of the first.
+
+    Returns:
+        ``changed``: the refits after which a weight of the base was another one; weights that were others
+        than in the first refit, ``different`` in the last one of a step, ``lost`` in the one with its
+        factors.
+    """
+    worker = build(config)
+    beside, (rows, backend) = Beside(worker), (config["train_global_batch_size"], worker.backend)
+    base = {name: each.detach().clone() for name, each in backend.parameters() if not each.requires_grad}
+    batches = [make_batch(rows, 13, seed=seed) for seed in range(4)]
+    first: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
+    changed = []
+    for refit in range(1, count + 1):
+        worker.train(data=jobs.my_share(worker, batches[refit % 4], rows), loss_fn=NLLLoss())
+        assert beside.refit(refit, budget) == ["", ""]
+        if refit == 1:
+            first = dict(beside.received)
+            factors = {name: each.detach().clone() for name, each in backend.trainable()}
+        now = dict(backend.parameters())
+        changed += [refit for name, weight in base.items() if not torch.equal(now[name].detach(), weight)]
+    last = dict(beside.received)
+    with torch.no_grad():
+        for name, parameter in backend.trainable():
+            parameter.copy_(factors[name])
+    backend.parameters_changed()
+    assert beside.refit(count + 1, budget) == ["", ""]
+    different = [
+        [name for name, weight in first.items() if not torch.equal(other[name], weight)]
+        for other in (last, beside.received)
+    ]
+    beside.close()
+    backend.close()
+    return {"changed": changed, "base": len(base), "different": different[0], "lost": different[1]}
+
+
 def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: int) -> dict[str, Any]:
     """Refits before and after a training step of engines whose ranks read ``wanted``, and one of engines that
     take whole weights.

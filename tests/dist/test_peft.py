@@ -337,6 +337,29 @@ def test_an_engine_reads_merged_weights(
     refits_are_exports(pool.run(world, refit_jobs.refits, config, BUDGET), stored(models["qwen3-tied"]))
 
 
+@slow
+@pytest.mark.parametrize(
+    ("backend", "layout", "targets"),
+    [
+        ("megatron", "tp2-pp2", ALL),
+        ("megatron", "tp2-sp", ["q_proj", "embed_tokens", "lm_head"]),
+        ("dtensor", "tp2-dp2", ALL),
+    ],
+)
+def test_a_hundred_refits_leave_the_base_as_it_was(
+    pool: WorkerPool, models: dict[str, Path], backend: str, layout: str, targets: list[str]
+) -> None:
+    """To the bit, although each refit merges other factors into it; so that with the first factors again an
+    engine reads what it read at first."""
+    world, placed = LAYOUTS[backend][layout]
+    placed = {key: value for key, value in placed.items() if key not in ("first", "last")}
+    config = CONFIG[backend](models["llama"], gbs=4, mbs=2, precision="bfloat16", **placed)
+    config = peft_jobs.with_adapters(config, target_modules=targets)
+    for found in pool.run(world, refit_jobs.refits_beside_a_base, config, 100, BUDGET):
+        assert found["base"] > 5 and found["changed"] == [] and found["lost"] == []
+        assert len(found["different"]) > 5
+
+
 def test_an_engine_s_ranks_read_slices_of_merged_weights(pool: WorkerPool, models: dict[str, Path]) -> None:
     model = models["qwen3-tied"]
     wanted = wanted_of(model, 2)
