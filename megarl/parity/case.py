@@ -140,6 +140,7 @@ class Case:
         offload: parameters in host memory between uses (torch backends).
         lora: rank of adapters that are trained instead of the weights; 0 for none.
         stacks: the stacks of experts have adapters too (sparse families).
+        outer: embedding and output layer have adapters too, where they are two matrices (Megatron).
         paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
         chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
         model_class: ``hybrid`` for Megatron-Core's HybridModel, of whose layers two are one layer.
@@ -216,6 +217,7 @@ class Case:
     offload: bool = False
     lora: int = 0
     stacks: bool = False
+    outer: bool = False
     paths: str = "fast"
     chunk: int = 0
     model_class: str = "gpt"
@@ -402,9 +404,10 @@ _MEGATRON_ONLY = (
     "distopt",
     "overlap",
     "bucket",
+    "outer",
     "model_class",
 )
-_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks")
+_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks", "outer")
 # What a backend, a family, a way of batching or an optimizer has no use for.
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),

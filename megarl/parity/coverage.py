@@ -159,6 +159,7 @@ def _table(case: Case) -> dict[str, bool]:
         "offload": case.offload,
         "adapters": case.lora > 0,
         "adapters of experts": case.stacks,
+        "adapters of embedding and output layer": case.outer,
     }
 
 

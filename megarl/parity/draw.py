@@ -76,6 +76,7 @@ PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should
 not be the rarer for that."""
 SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE, STACKED_SHARE = 0.45, 0.3, 0.25, 0.5, 0.6
+OUTER_SHARE = 0.4
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -358,7 +359,13 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     return {
         "lora": rank,
         "stacks": rank > 0 and fields["family"] in SPARSE and generator.random() < STACKED_SHARE,
+        "outer": rank > 0 and _can_have_outer(fields) and generator.random() < OUTER_SHARE,
     }
+
+
+def _can_have_outer(fields: Mapping[str, Any]) -> bool:
+    """Return whether embedding and output layer can have adapters: on Megatron, where they are two."""
+    return fields["backend"] == "megatron" and not fields.get("tied")
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

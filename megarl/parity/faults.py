@@ -195,6 +195,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             '                if pairs and ".local_experts.3." not in name:',
             f"{_EXPERTS} ep=2 dp=2",
         ),
+        "columns-of-an-embedding-s-adapter-not-summed": (
+            "megarl.models.megatron.vocabulary_adapters",
+            "reduce_from_tensor_model_parallel_region(columns, group=self._group)",
+            "columns",
+            "backend=megatron tp=2 kv=2 ffn=6 length=9 lora=2 outer=1",
+        ),
     },
     "loss": {
         "loss-not-summed-over-data": (

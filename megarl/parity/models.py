@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, HYBRID, LATENT, SPARSE, Case
-from megarl.parity.settings import ADAPTER_SCALE, STACKS, adapter_directory
+from megarl.parity.settings import ADAPTER_SCALE, OUTER, STACKS, adapter_directory
 
 transformers_logging.disable_progress_bar()
 
@@ -231,12 +231,19 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
     with safe_open(directory / "model.safetensors", "pt") as stored:
         for name in sorted(stored.keys()):
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] not in ADAPTED or ".experts." in name or name == module:
+            layer = module.rpartition(".")[2]
+            if layer not in (*ADAPTED, *OUTER * case.outer) or ".experts." in name or name == module:
                 continue
             rows, columns = stored.get_slice(name).get_shape()
+            # an embedding takes a column of A and adds up none
+            factor = "lora_{}.weight" if layer != OUTER[0] else "lora_embedding_{}"
+            if layer == OUTER[0]:
+                rows, columns = columns, rows
             for letter, shape in (("A", (case.lora, columns)), ("B", (rows, case.lora))):
-                values = INNER * torch.randn(shape, generator=generator) * shape[1] ** -0.5
-                factors[f"base_model.model.{module}.lora_{letter}.weight"] = values
+                values = INNER * torch.randn(shape, generator=generator)
+                if layer != OUTER[0] or letter == "B":
+                    values *= shape[1] ** -0.5
+                factors[f"base_model.model.{module}.{factor.format(letter)}"] = values
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
     factors |= _stacked_factors(case, generator) if case.stacks else {}
     adapter.mkdir()

@@ -92,6 +92,9 @@ def _own_violations(case: Case) -> list[Violation]:
                 "case.stacks", True, "adapters of experts need a rank", "write a lora, or leave stacks out"
             )
         )
+    if case.outer and (case.tied or not case.lora):
+        bound = "adapters of embedding and output layer need a rank, and two matrices"
+        found.append(Violation("case.outer", True, bound, "write a lora and tied=0, or leave outer out"))
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot

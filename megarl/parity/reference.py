@@ -41,6 +41,18 @@ class _Adapted(torch.nn.Linear):
         return super().forward(inputs) + ADAPTER_SCALE * ((inputs @ self.lora_A.T) @ self.lora_B.T)
 
 
+class _AdaptedEmbedding(torch.nn.Embedding):
+    """An embedding with an adapter, whose factors alone are trained."""
+
+    lora_A: torch.nn.Parameter
+    lora_B: torch.nn.Parameter
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] to [..., h]."""
+        columns = torch.nn.functional.embedding(tokens, self.lora_A.T)
+        return super().forward(tokens) + ADAPTER_SCALE * (columns @ self.lora_B.T)
+
+
 def _with_adapter(experts: Any, stack: str) -> Tensor:
     """Return a stack of experts with what its adapter adds to it, differentiable."""
     weight = experts._parameters[stack]
@@ -73,8 +85,10 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
             else {"": name}
         )
         for stack, wrapper in wrappers.items():
+            is_embedding = isinstance(module, torch.nn.Embedding)
+            form = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
             factors = [
-                stored.pop(f"base_model.model.{wrapper}.lora_{letter}.weight", None) for letter in "AB"
+                stored.pop(f"base_model.model.{wrapper}.{form.format(letter)}", None) for letter in "AB"
             ]
             if factors[0] is None or factors[1] is None:
                 continue
@@ -83,7 +97,7 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
                 parameter = torch.nn.Parameter(values.to(next(model.parameters()).dtype))
                 module.register_parameter(f"lora_{letter}{'_' * is_stack}{stack}", parameter)
             if not is_stack:
-                module.__class__ = _Adapted
+                module.__class__ = _AdaptedEmbedding if is_embedding else _Adapted
             elif stack == STACKS[-1]:
                 module.__class__ = type("AdaptedExperts", (_AdaptedStacks, type(module)), {})
     assert not stored, f"factors of no layer: {sorted(stored)[:3]}"
@@ -128,8 +142,9 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     for name, module in model.named_modules():
-        if isinstance(module, _Adapted):
+        if isinstance(module, _Adapted | _AdaptedEmbedding):
             added = ADAPTER_SCALE * (module.lora_B.float() @ module.lora_A.float())
+            added = added.T if isinstance(module, _AdaptedEmbedding) else added
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
         elif isinstance(module, _AdaptedStacks):
             wide: Any = copy.deepcopy(module).float()

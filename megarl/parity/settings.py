@@ -142,10 +142,17 @@ STACKS = ("gate_up_proj", "down_proj")
 """The parameters in which transformers holds the matrices of all experts of a layer, in their order."""
 
 
+OUTER = ("embed_tokens", "lm_head")
+"""Ends of the names of embedding and output layer."""
+NOT_ADAPTED = ["*.experts.*", "*.linear_attn.*"]
+
+
 def adapter_directory(case: Case, model: Path) -> Path | None:
     """Return the directory of a case's adapter, in PEFT's form: random factors beside all linear layers, and
-    of its stacks of experts where the case says so. None for a case without."""
-    return model / f"adapter-{case.lora}{'-stacks' * case.stacks}" if case.lora else None
+    of its stacks of experts, and of embedding and output layer, where the case says so. None for a case
+    without."""
+    parts = f"{'-stacks' * case.stacks}{'-outer' * case.outer}"
+    return model / f"adapter-{case.lora}{parts}" if case.lora else None
 
 
 def policy_config(case: Case, model: Path) -> Config:
@@ -175,6 +182,9 @@ def policy_config(case: Case, model: Path) -> Config:
         }
         if case.stacks:
             config["peft"]["target_parameters"] = [f"experts.{name}" for name in STACKS]
+        if case.outer:
+            # by name, and with them all that an empty list is
+            config["peft"] |= {"target_modules": ["*_proj*", *OUTER], "exclude_modules": NOT_ADAPTED}
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
         drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

@@ -23,6 +23,7 @@ _ORDER = [
         "chunk",
         "offload",
         "stacks",
+        "outer",
         "lora",
         "overlap",
         "bucket",
