@@ -183,8 +183,10 @@ def _stage_memory(
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
-    # there are copies of float32 weights too
-    in_host = share * state * (each + 4 * (element == 4)) / each if share else 0
+    # there are copies of float32 weights too, and of the gradients that come while the backward pass goes on
+    overlaps = megatron["distributed_data_parallel_config"]["overlap_grad_reduce"] is not False
+    early = gradient * (overlaps and policy["precision"] != "float16")
+    in_host = share * state * (each + 4 * (element == 4) + early) / each if share else 0
     tokens, scored = (
         -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )

@@ -221,7 +221,9 @@ class MegatronOptimizerConfig(TypedDict):
                 "page-locked host memory and is "
                 "stepped there by the CPU, to the same bits; it steps states below float32 many times "
                 "slower. Gradients and weights stay "
-                "on the device. (``offload_optimizer_for_logprob`` moves states away between steps; the "
+                "on the device; gradients are also copied, while the backward pass goes on, into 2 or 4 "
+                "more bytes of host memory a number. The step begins behind it: it needs the norm of all "
+                "gradients. (``offload_optimizer_for_logprob`` moves states away between steps; the "
                 "torch backends keep all of them "
                 "in host memory with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
                 SHARE,
@@ -280,7 +282,7 @@ class MegatronDDPConfig(TypedDict):
             bool | None,
             Key(
                 "reduce gradients while the backward pass runs; null where several data- or "
-                "context-parallel ranks have them.",
+                "context-parallel ranks have them, and where ``optimizer_offload_fraction`` is above 0.",
                 default=None,
             ),
         ]

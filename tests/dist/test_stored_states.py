@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.engine import state_formats
+from megarl.models.engine.host_adam import HostAdam
+from megarl.models.megatron import schedule
 from megarl.parity.pool import WorkerPool
+from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
@@ -41,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2, "sp": True, "multiple": 2}),
     "pp2": (2, {"pp": 2, "first": 1, "last": 2}),
     "dp2-many-buckets": (2, {"overlap": True, "bucket_size": 5000}),
+    "tp2-many-buckets": (2, {"tp": 2, "sp": True, "multiple": 2, "overlap": True, "bucket_size": 5000}),
 }
 
 
@@ -127,18 +131,29 @@ def test_states_in_host_memory_are_stepped_to_the_bit(
     """Whatever share of them is there, also where a shard is cut; of float32 the other optimizer is
     Megatron-Core's with our Adam."""
     world, changes = LAYOUTS[layout]
-    found = []
-    for states_there in ({}, {"optimizer_offload_fraction": share}):
-        chosen: dict[str, Any] = {**STATES.get(states, {}), **states_there}
-        found.append(
-            pool.run(
-                world,
-                trained,
-                megatron(tiny_models["qwen3"], chosen, precision=precision, clip=0.05, **changes),
-                4,
-            )[0]
-        )
-    one, other = found
+    check_host_memory(pool, tiny_models["qwen3"], states, share, world, precision=precision, **changes)
+
+
+@newest_megatron
+@sampled(1)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tied_embedding_is_stepped_in_host_memory_to_the_bit(
+    pool: WorkerPool, tiny_models: dict[str, Path], overlap: bool
+) -> None:
+    """Its gradient is summed up over the stages after the backward pass."""
+    changes = {"pp": 2, "first": 1, "last": 2, "overlap": overlap, "precision": "bfloat16"}
+    check_host_memory(pool, tiny_models["qwen3-tied"], "float32", 1.0, 2, **changes)
+
+
+def check_host_memory(
+    pool: WorkerPool, model: Path, states: str, share: float, world: int, **changes: Any
+) -> None:
+    one, other = (
+        pool.run(
+            world, trained, megatron(model, {**STATES.get(states, {}), **in_host}, clip=0.05, **changes), 4
+        )[0]
+        for in_host in ({}, {"optimizer_offload_fraction": share})
+    )
     assert one["norm"] == other["norm"]
     for name, tensor in one["weights"].items():
         assert torch.equal(other["weights"][name], tensor), name
@@ -165,6 +180,52 @@ def test_copies_of_a_weight_stay_copies(
     assert len(whole) > 10
     for name in whole:
         assert torch.equal(one["own"][name][0], other["own"][name][0]), name
+
+
+def copied_gradients(config: Mapping[str, Any]) -> list[list[str]]:
+    """What happens in each of three steps, in its order: the begin of a copy of a gradient to host memory,
+    the end of the backward pass, and the step, with how many of its gradients had come before."""
+    worker = jobs.build(config, init_reference_model=False)
+    events: list[str] = []
+
+    def logged(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            shards = arguments[1] if name == "step" else []
+            early = f" {sum(shard.is_early for shard, _ in shards)} of {len(shards)}" if shards else ""
+            events.append(name + early)
+            return function(*arguments, **options)
+
+        return call
+
+    found = []
+    with patched(
+        (HostAdam, "copy_early", logged("copy", HostAdam.copy_early)),
+        (HostAdam, "step", logged("step", HostAdam.step)),
+        (schedule, "finalize_model_grads", logged("end", schedule.finalize_model_grads)),
+    ):
+        for batch in BATCHES[:3]:
+            share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+            worker.train(data=share, loss_fn=NLLLoss())
+            found.append([*events])
+            events.clear()
+    worker.backend.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_of_states_in_host_memory_come_while_backward_goes_on(
+    pool: WorkerPool, tiny_models: dict[str, Path], world: int
+) -> None:
+    """Bucket by bucket; Megatron-Core's first pass learns what is in them."""
+    config = megatron(tiny_models["qwen3"], STATES["host"], bucket_size=5000)
+    config["megatron_cfg"]["distributed_data_parallel_config"]["overlap_grad_reduce"] = None
+    for steps in pool.run(world, copied_gradients, config):
+        for events in steps[1:]:
+            assert events.count("end") == 1 and events.index("end") > 2, events
+            copies = events.count("copy")
+            assert set(events[: events.index("end")]) == {"copy"}
+            early, count = (int(word) for word in events[-1].split()[1::2])
+            assert early == copies < count, "norms come with the step"
 
 
 def copies_after_a_load(config: Mapping[str, Any], directory: Path) -> bool:

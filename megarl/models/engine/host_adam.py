@@ -3,13 +3,14 @@ CPU.
 
 A slice at a time goes through: its gradient comes from the device, the CPU steps it, and its weights go
 back. While the CPU steps one slice, the gradient of the next one and the weights of the last one are under
-way, on a stream of their own; nothing of the states crosses.
+way, on a stream of their own; nothing of the states crosses. Gradients that came before the step, while the
+backward pass went on, are read where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,9 @@ class HostAdam:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._buffers = [self._made() for _ in range(3)]
+        self._memory = HostMemory(pin=self._is_cuda)
+        self._early: dict[torch.Tensor, torch.Tensor] = {}
+        self._arrived: set[torch.Tensor] = set()
 
     def _made(self) -> _Buffers:
         gradient, weights = (
@@ -79,6 +83,34 @@ class HostAdam:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
+    def copy_early(self, parameter: torch.Tensor, gradient: torch.Tensor, wait: Callable[[], object]) -> None:
+        """Begin to copy the gradient of a shard, which nothing changes before the next step.
+
+        Args:
+            parameter: whose gradient it is.
+            gradient: [n], of the states in host memory.
+            wait: lets a stream wait until the gradient is reduced.
+        """
+        if parameter not in self._early:
+            self._early[parameter] = self._memory.zeros_like(torch.empty_like(gradient, device="meta"))
+        self.begin()
+        with self._on_stream():
+            wait()
+            self._early[parameter].copy_(gradient, non_blocking=True)
+        self._arrived.add(parameter)
+
+    def early(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of a shard in host memory, or where it is on the way to; None where no copy was
+        begun."""
+        return self._early[parameter] if parameter in self._arrived else None
+
+    def forget(self) -> None:
+        """Let the next step have other gradients; what is still copied is so before they are written."""
+        self._arrived.clear()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @torch.no_grad()
     def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
         """Step all shards, after ``begin``."""
         slices = list(_slices(shards))
@@ -91,9 +123,10 @@ class HostAdam:
             buffers = self._buffers[number % len(self._buffers)]
             if self._is_cuda:
                 buffers.copied.synchronize()
-            gradient = _typed(buffers.gradient, shard.gradient.dtype, last - first).float()
+            gradient = _typed(buffers.gradient, shard.gradient.dtype, last - first)
+            gradient = (shard.gradient[first:last] if shard.is_early else gradient).float()
             if parameters.gradient_factor != 1.0:
-                gradient.mul_(parameters.gradient_factor)
+                gradient = gradient * parameters.gradient_factor
             assert shard.master is not None, "what is in host memory has master weights there"
             step_slice(shard, settings, parameters, first, last, shard.master[first:last], gradient)
             weights = _typed(buffers.weights, shard.weights.dtype, last - first).copy_(
@@ -102,8 +135,7 @@ class HostAdam:
             with self._on_stream():
                 shard.weights[first:last].copy_(weights, non_blocking=True)
                 self._record(buffers)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self.forget()
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
         """Have the gradient of a slice come. Its buffers are those of the third slice before, whose copies
@@ -113,9 +145,11 @@ class HostAdam:
             # the CPU writes weights into them once the gradient is there
             buffers.copied.synchronize()
         with self._on_stream():
-            _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(
-                shard.gradient[first:last], non_blocking=True
-            )
+            if not shard.is_early:
+                _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(
+                    shard.gradient[first:last], non_blocking=True
+                )
+            # behind the copies that were begun early, too
             self._record(buffers)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:

@@ -80,6 +80,7 @@ class Shard:
         gradient: [n].
         moments: storage of each.
         master: [n] float32, or None where ``weights`` are stepped themselves.
+        is_early: the gradient is in host memory before the step.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Shard:
     gradient: torch.Tensor
     moments: Mapping[str, torch.Tensor]
     master: torch.Tensor | None
+    is_early: bool = False
 
 
 @torch.no_grad()

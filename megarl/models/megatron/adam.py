@@ -9,10 +9,13 @@ need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
@@ -136,10 +139,9 @@ class ShardedAdamW(LowPrecisionAdamW):
     def step(self, closure: Any = None) -> Any:
         """One update; parameters without a gradient are left alone. What is on the device is queued first,
         and runs while the CPU steps the rest."""
-        in_host_memory = []
-        if any(self.host_part.values()):
-            self._host = self._host or HostAdam(next(iter(self.host_part)).device)
-            self._host.begin()
+        in_host_memory, host = [], self._in_host_memory()
+        if host is not None:
+            host.begin()
         for group in self.param_groups:
             parameters = [
                 parameter
@@ -154,12 +156,37 @@ class ShardedAdamW(LowPrecisionAdamW):
                 for shard, numbers, in_host in self.shards(
                     parameter, gradient, group, group["step"], self.gradient_factor
                 ):
-                    if in_host:
+                    if in_host and host is not None:
+                        early = host.early(parameter)
+                        if early is not None:
+                            shard = replace(shard, gradient=early, is_early=True)
                         in_host_memory.append((shard, numbers))
                     else:
                         step_shard(shard, self.settings, numbers)
+        if host is not None:
+            host.step(in_host_memory, self.settings)
+
+    def _in_host_memory(self) -> HostAdam | None:
+        if self._host is None and any(self.host_part.values()):
+            self._host = HostAdam(next(iter(self.host_part)).device)
+        return self._host
+
+    def copy_early(self, parameter: torch.Tensor, gradient: torch.Tensor, wait: Callable[[], object]) -> None:
+        """Begin to copy the gradient of states in host memory; see ``HostAdam``.
+
+        Args:
+            parameter: a shard.
+            gradient: of this rank's shard, flat.
+            wait: see there.
+        """
+        host, kept = self._in_host_memory(), self.host_part[parameter]
+        if host is not None and kept:
+            host.copy_early(parameter, gradient[:kept], wait)
+
+    def forget_early(self) -> None:
+        """Forget gradients that were copied for a step that is not taken."""
         if self._host is not None:
-            self._host.step(in_host_memory, self.settings)
+            self._host.forget()
 
     def place_states(self) -> None:
         """Choose what has its state in host memory: the share that the settings say, of all numbers, from the
@@ -187,3 +214,60 @@ class ShardedAdamW(LowPrecisionAdamW):
         kept = self.state
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
         self.state = kept
+
+
+def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> None:
+    """Have the buckets of a model copy the gradients of states that are in host memory while the backward
+    pass goes on, each as soon as data parallelism has reduced it.
+
+    The step itself has to wait for the end of the pass: its gradients are multiplied by what clipping makes
+    of the norm of all, and a norm that is not finite forbids it.
+
+    Args:
+        chunks: whose gradient reductions overlap with the backward pass.
+        inner: a distributed optimizer, whose Adam is a ``ShardedAdamW`` with states in their places.
+    """
+    for chunk in chunks:
+        tied = chunk.module.share_embeddings_and_output_weights
+        final = {
+            parameter
+            for name, parameter in chunk.module.named_parameters()
+            if _is_final(name, parameter, tied)
+        }
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            own = [
+                parameter
+                for parameter in group.param_to_bucket
+                if parameter in final and parameter in inner.model_param_group_index_map
+            ]
+            group.start_grad_sync = functools.partial(
+                _start_and_copy, group.start_grad_sync, group, inner, own
+            )
+
+
+def _is_final(name: str, parameter: Any, tied: bool) -> bool:
+    """Return whether data parallelism is the last to sum a gradient up. Megatron-Core's
+    ``finalize_model_grads`` goes on with those of whole parameters under sequence parallelism, of norms, and
+    of a tied embedding."""
+    later = parameter.ndim == 1 or (tied and ("word_embeddings" in name or "output_layer" in name))
+    marks = ("sequence_parallel", "average_gradients_across_tp_domain")
+    return not later and not any(getattr(parameter, mark, False) for mark in marks)
+
+
+def _start_and_copy(
+    start: Callable[..., None],
+    group: Any,
+    inner: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    start(*arguments, **options)
+    adam: ShardedAdamW = inner.optimizer
+    handle = group.grad_reduce_handle
+    for parameter in parameters:
+        place, order = inner.model_param_group_index_map[parameter]
+        shard = adam.param_groups[place]["params"][order]
+        owned = inner._get_model_param_range_map(parameter)["param"]
+        gradient = parameter.main_grad.view(-1)[owned.start : owned.end]
+        adam.copy_early(shard, gradient, handle.wait if handle is not None else lambda: None)

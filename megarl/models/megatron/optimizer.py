@@ -25,7 +25,7 @@ from megarl.errors import ConfigError, Violation
 from megarl.models.engine.backend import StepOutcome
 from megarl.models.engine.host_adam import HostMemory
 from megarl.models.engine.low_precision_adam import StateSettings
-from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW, ShardedAdamW
+from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW, ShardedAdamW, copy_as_reduced
 from megarl.models.megatron.settings import optimizer_config
 from megarl.models.megatron.transformer_engine import KEY
 from megarl.patched import patched
@@ -135,6 +135,9 @@ def build_optimizer(
             _number_parameters(inner)
         if not states.are_plain:
             _store_states(inner, states, _names_of(chunks))
+            # what divides float16 gradients by the loss scale does so where they are, after the pass
+            if states.host_share and chunks[0].ddp_config.overlap_grad_reduce and not config.fp16:
+                copy_as_reduced(chunks, inner)
     if config.fp16:
         # The schedules multiply the loss by it; the optimizer divides gradients by the same scale.
         chunks[0].config.grad_scale_func = optimizer.scale_loss
@@ -313,6 +316,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         *asked, *_over_all(), *([(mixed_precision, "clip_grad_by_total_norm_fp32", clip)] if adams else [])
     ):
         stepped, _, _ = optimizer.step()
+    for adam in adams:
+        adam.forget_early()
     # before any norm: float16's scaler has found an infinity
     return StepOutcome(
         norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended

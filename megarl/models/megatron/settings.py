@@ -16,6 +16,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import Routing
 from megarl.config.layout import pipeline_chunks
+from megarl.config.nested import at
 from megarl.config.policy import MegatronConfig, PolicyConfig
 from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, Violation
@@ -209,7 +210,9 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
     chosen = megatron["distributed_data_parallel_config"]
     overlaps = chosen["overlap_grad_reduce"]
     if overlaps is None:
-        overlaps = chosen["overlap_param_gather"] or replicas > 1
+        # on one rank too, where gradients go to host memory as they are reduced
+        in_host_memory = at(megatron, "optimizer.optimizer_offload_fraction") or 0.0
+        overlaps = chosen["overlap_param_gather"] or replicas > 1 or in_host_memory > 0
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen["grad_reduce_in_fp32"],
         overlap_grad_reduce=overlaps,
