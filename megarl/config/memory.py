@@ -406,8 +406,9 @@ def estimate_sharded(
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
         # weights that are not trained are kept in the type they compute in
+        outside = sum(vocabulary_adapter_parameters(adapters, facts, layout.tensor))
         trained_parameters = -(
-            -adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor) // shards
+            -(outside + adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor)) // shards
         )
         kept, reference = element, False
     offloads = _offloads(policy)

@@ -637,9 +637,9 @@ class PeftConfig(TypedDict):
                 "(``q_proj``), names with ``*``, or "
                 "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An "
                 "empty list is all linear layers of "
-                "attention and dense MLPs. On Megatron, experts that a name fits "
-                "(``*.experts.*.down_proj``) have an adapter each, and so "
-                "have ``embed_tokens`` and ``lm_head`` where they are not tied.",
+                "attention and dense MLPs. ``embed_tokens`` and ``lm_head`` have an adapter where a name "
+                "fits them and they are not tied, and on Megatron so has each expert that a name fits "
+                "(``*.experts.*.down_proj``).",
                 default=[],
             ),
         ]

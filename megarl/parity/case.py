@@ -140,7 +140,7 @@ class Case:
         offload: parameters in host memory between uses (torch backends).
         lora: rank of adapters that are trained instead of the weights; 0 for none.
         stacks: the stacks of experts have adapters too (sparse families).
-        outer: embedding and output layer have adapters too, where they are two matrices (Megatron).
+        outer: embedding and output layer have adapters too, where they are two matrices.
         paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
         chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
         model_class: ``hybrid`` for Megatron-Core's HybridModel, of whose layers two are one layer.
@@ -404,7 +404,6 @@ _MEGATRON_ONLY = (
     "distopt",
     "overlap",
     "bucket",
-    "outer",
     "model_class",
 )
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks", "outer")
@@ -412,7 +411,7 @@ _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", 
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
-    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan", "lora", "stacks"),
+    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan", "lora", "stacks", "outer"),
     **dict.fromkeys((*DENSE, *OF_MEGATRON), SPARSE_FIELDS),
     **dict.fromkeys(GROUPED, ("router",)),
     "gpt_oss": ("expert",),

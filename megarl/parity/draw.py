@@ -359,13 +359,8 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     return {
         "lora": rank,
         "stacks": rank > 0 and fields["family"] in SPARSE and generator.random() < STACKED_SHARE,
-        "outer": rank > 0 and _can_have_outer(fields) and generator.random() < OUTER_SHARE,
+        "outer": rank > 0 and not fields.get("tied") and generator.random() < OUTER_SHARE,
     }
-
-
-def _can_have_outer(fields: Mapping[str, Any]) -> bool:
-    """Return whether embedding and output layer can have adapters: on Megatron, where they are two."""
-    return fields["backend"] == "megatron" and not fields.get("tied")
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,6 +201,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "columns",
             "backend=megatron tp=2 kv=2 ffn=6 length=9 lora=2 outer=1",
         ),
+        "dtensor-columns-of-an-embedding-s-adapter-not-summed": (
+            "megarl.models.dtensor.styles",
+            "sum_of_parts(columns, layout, group)",
+            "columns",
+            "backend=dtensor tp=2 kv=2 ffn=6 length=9 lora=2 outer=1",
+        ),
     },
     "loss": {
         "loss-not-summed-over-data": (

@@ -24,9 +24,14 @@ from megarl.models.engine.adapters import (
     FirstFactors,
     drop,
     factor_name,
+    is_embedding,
     merged,
+    refuse_dropped_outputs,
+    refuse_other_base,
+    refuse_tied,
 )
 from megarl.models.engine.scoring import SCORE
+from megarl.models.huggingface.loading import is_tied
 
 FACTORS = ("lora_A", "lora_B")
 
@@ -71,6 +76,48 @@ class AdaptedLinear(nn.Linear):
         added = F.linear(hidden, up) * self.settings.scaling
         return output + (added if first else drop(added, share, self))
 
+    def low_rank(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what ``Request.output`` wants of the adapter of an output layer, for ``rows`` [k, in] of its
+        input; None while it is off."""
+        return self.low_rank_of(rows, self.lora_A, self.lora_B)
+
+    def low_rank_of(
+        self, rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same by this rank's parts of A and B."""
+        if not self.switch.is_on:
+            return None
+        return F.linear(drop(rows, self.settings.dropout, self), down) * self.settings.scaling, up
+
+
+class AdaptedEmbedding(nn.Embedding):
+    """An embedding of transformers with an adapter, without dropout, as in PEFT.
+
+    Attributes:
+        lora_A, lora_B: the columns of A [V, r], and B [h, r].
+        settings, switch: of all adapters.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    settings: AdapterSettings
+    switch: AdapterSwitch
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[...] to [..., h]."""
+        rows = super().forward(input)
+        return self.adapted(rows, F.embedding(input, self.lora_A), self.lora_B) if self.switch.is_on else rows
+
+    def adapted(self, rows: torch.Tensor, columns: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return rows of the embedding with what the adapter adds to them.
+
+        Args:
+            rows: of tokens.
+            columns: of A, of the same tokens.
+            up: B.
+        """
+        return rows + F.linear(columns * self.settings.scaling, up)
+
 
 class Adapters:
     """All adapters of a model.
@@ -88,6 +135,7 @@ class Adapters:
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         output = model.get_output_embeddings()
+        refuse_tied(is_tied(model), settings)
         self._score = next(
             (module for name, module in model.named_modules() if f"{name}.weight" == SCORE), None
         )
@@ -102,39 +150,75 @@ class Adapters:
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2
         }
-        others = sorted(matrices - set(linears))
+        vocabulary: dict[str, nn.Embedding | nn.Linear] = {
+            name: module
+            for name, module in model.named_modules()
+            if (module is output and isinstance(module, nn.Linear))
+            or (module is model.get_input_embeddings() and isinstance(module, nn.Embedding))
+        }
+        vocabulary = {} if is_tied(model) else vocabulary
+        others = sorted(matrices - set(linears) - set(vocabulary))
         settings.chosen_stacks([])
-        self.adapted = settings.chosen(linears, others)
-        self._matrices = [*linears, *others]
+        self.adapted = settings.chosen(linears, others, list(vocabulary))
+        refuse_dropped_outputs(self.adapted, vocabulary, settings)
+        self._vocabulary = [name for name in vocabulary if name in self.adapted]
+        self._matrices = [*linears, *vocabulary, *others]
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
         if self._score is not None:
             self._score.requires_grad_(True)
         for name in self.adapted:
-            self._put_beside(linears[name])
+            self._put_beside(linears[name] if name in linears else vocabulary[name])
 
-    def _put_beside(self, linear: nn.Linear) -> None:
-        for factor, shape in zip(
-            FACTORS,
-            ((self.settings.rank, linear.in_features), (linear.out_features, self.settings.rank)),
-            strict=True,
-        ):
-            linear.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
+    def _put_beside(self, layer: nn.Linear | nn.Embedding) -> None:
+        rank = self.settings.rank
+        if isinstance(layer, nn.Embedding):
+            shapes = (layer.num_embeddings, rank), (layer.embedding_dim, rank)
+        else:
+            shapes = (rank, layer.in_features), (layer.out_features, rank)
+        for factor, shape in zip(FACTORS, shapes, strict=True):
+            layer.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
         # the class and not a wrapper: the layer keeps its name, and so do its weights
-        linear.__class__ = AdaptedLinear
-        adapted = cast(AdaptedLinear, linear)
+        layer.__class__ = AdaptedEmbedding if isinstance(layer, nn.Embedding) else AdaptedLinear
+        adapted = cast(AdaptedLinear, layer)
         adapted.settings, adapted.switch = self.settings, self.switch
 
-    def fill(self, divided: Mapping[str, DTensor]) -> None:
-        """Give this rank's pieces of the factors the values that they begin with."""
+    @property
+    def rows_of_vocabulary(self) -> list[str]:
+        """Return the factors that have a row for each token."""
+        return [f"{name}.{FACTORS[not is_embedding(name)]}" for name in self._vocabulary]
+
+    def fill(self, divided: Mapping[str, DTensor], rows: Mapping[str, int]) -> None:
+        """Give this rank's pieces of the factors the values that they begin with. A collective over all
+        ranks.
+
+        Args:
+            divided: all parameters.
+            rows: of each, without those that pad the vocabulary.
+
+        Raises:
+            ConfigError: the adapter to go on from has another embedding or output layer with it.
+        """
         for module in self.adapted:
             for factor in FACTORS:
                 parameter = divided[f"{module}.{factor}"]
-                width = parameter.shape[1 if factor == "lora_A" else 0]
-                write_block(parameter, self._first.read(module, factor[-1], width))
+                is_across = factor == "lora_A" and not is_embedding(module)
+                width = parameter.shape[1] if is_across else rows[f"{module}.{factor}"]
+                values = self._first.read(module, factor[-1], width)
+                write_block(parameter, values.T if factor == "lora_A" and is_embedding(module) else values)
         stored = self._first.score()
         if stored is not None:
             write_block(divided[SCORE], stored.float())
+        others = [name for name in self._vocabulary if self._is_other_base(name, divided[f"{name}.weight"])]
+        refuse_other_base(next(iter(others), ""), self.settings)
+
+    def _is_other_base(self, module: str, weight: DTensor) -> bool:
+        stored = self._first.base_of(module)
+        if stored is None:
+            return False
+        local = weight.to_local()
+        own = stored[block_of(weight).slices].to(local)
+        return not torch.equal(own, local[: len(own)])
 
     def is_factor(self, name: str) -> bool:
         """Return whether a parameter is a factor of an adapter."""
@@ -175,12 +259,15 @@ class Adapters:
         return self.settings.as_peft(self.adapted, self._matrices)
 
     def gathered(
-        self, divided: Mapping[str, DTensor], device: torch.device
+        self, divided: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT's names and whole factors. A collective over the world."""
         for module in self.adapted:
             for factor in FACTORS:
-                yield factor_name(module, factor[-1]), gather(divided[f"{module}.{factor}"], device)
+                name = f"{module}.{factor}"
+                whole = gather(divided[name], device, rows[name])
+                is_across = factor == "lora_A" and is_embedding(module)
+                yield factor_name(module, factor[-1]), whole.T if is_across else whole
         if self._score is not None:
             yield SAVED_SCORE, gather(divided[SCORE], device)
 
@@ -215,4 +302,7 @@ def _factors_of(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     module = name.removesuffix(".weight")
     down, up = (factors.get(f"{module}.{factor}") for factor in FACTORS)
+    if down is not None and up is not None and is_embedding(module):
+        # the weight has a row where A has a column
+        return up.T, down
     return down, up

@@ -18,7 +18,7 @@ from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
 from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
-from megarl.models.dtensor.adapters import Adapters
+from megarl.models.dtensor.adapters import AdaptedLinear, Adapters
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.parallelize import (
     divide_over_tensor_ranks,
@@ -148,8 +148,11 @@ class DTensorBackend(HuggingFaceBackend):
         self._rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()} | {
             name: shape[0] for name, shape in shapes.items()
         }
+        for name in () if self.adapters is None else self.adapters.rows_of_vocabulary:
+            self._rows[name] = self._true_vocabulary
         if self.groups.tensor_size == 1:
-            answer_requests(model.get_output_embeddings())
+            output = model.get_output_embeddings()
+            answer_requests(output, low_rank=output.low_rank if isinstance(output, AdaptedLinear) else None)
         else:
             plan = choose_plan(
                 model,
@@ -173,7 +176,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._parameters = dict(model.named_parameters())
         self.load_hf(source)
         if self.adapters is not None:
-            self.adapters.fill(self._divided())
+            self.adapters.fill(self._divided(), self._rows)
         if self._kept_dtype is not torch.float32:
             for parameter in self._divided().values():
                 if parameter.requires_grad:
@@ -277,7 +280,7 @@ class DTensorBackend(HuggingFaceBackend):
         return (
             None
             if adapters is None
-            else (adapters.as_peft(), adapters.gathered(self._divided(), self.runtime.device))
+            else (adapters.as_peft(), adapters.gathered(self._divided(), self._rows, self.runtime.device))
         )
 
     def _as_peft(self) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from megarl.models.dtensor.adapters import AdaptedLinear
+from megarl.models.dtensor.adapters import AdaptedEmbedding, AdaptedLinear
 from megarl.models.dtensor.regions import for_parts, from_runs, own_run, sum_of_parts
 from megarl.models.engine.output_layer import answer_requests
 
@@ -42,17 +42,27 @@ class VocabularyEmbedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding), "this style is for embeddings"
         _divide(module, "weight", device_mesh, Shard(0))
-        group = device_mesh.get_group()
+        group, layout = device_mesh.get_group(), self.output_layouts
+        if isinstance(module, AdaptedEmbedding):
+            _divide(module, "lora_A", device_mesh, Shard(0))
+            _divide(module, "lora_B", device_mesh, Replicate())
+        # where each rank has a run of the output, it finds a part of the gradient of an adapter's B
+        parts = frozenset() if layout.is_replicate() else frozenset({"lora_B"})
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             weight = _local(module.weight)
             local = ids - group.rank() * weight.shape[0]
             mine = (local >= 0) & (local < weight.shape[0])
             # Row 0 stands for tokens of other ranks, and is multiplied by 0, its gradient too.
-            rows = F.embedding(local.where(mine, torch.zeros_like(local)), weight) * mine[..., None]
-            return sum_of_parts(rows, self.output_layouts, group)
+            places = local.where(mine, torch.zeros_like(local))
+            rows = sum_of_parts(F.embedding(places, weight) * mine[..., None], layout, group)
+            if not isinstance(module, AdaptedEmbedding) or not module.switch.is_on:
+                return rows
+            columns = F.embedding(places, _local(module.lora_A)) * mine[..., None]
+            up = _local(module.lora_B, partial="lora_B" in parts)
+            return module.adapted(rows, sum_of_parts(columns, layout, group), up)
 
-        return _computing(module, forward)
+        return _computing(module, forward, parts)
 
 
 class WholeInput(ParallelStyle):
@@ -147,7 +157,14 @@ class OutputLayer(ColumnLinear):
         super()._apply(module, device_mesh)
         if _is_linear(module):
             layout, group = self.input_layouts[0], device_mesh.get_group()
-            answer_requests(module, whole=lambda inputs: _whole(inputs, layout, group), local=_local)
+            low_rank = None
+            if isinstance(module, AdaptedLinear):
+                low_rank = lambda rows: module.low_rank_of(  # noqa: E731
+                    rows, _local(module.lora_A, partial=True), _local(module.lora_B)
+                )
+            answer_requests(
+                module, whole=lambda inputs: _whole(inputs, layout, group), local=_local, low_rank=low_rank
+            )
         return module
 
 

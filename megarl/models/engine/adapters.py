@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -329,6 +330,49 @@ def factor_name(module: str, letter: str) -> str:
 def is_embedding(module: str) -> bool:
     """Return whether a layer is the embedding of tokens, by its name."""
     return module.endswith("embed_tokens")
+
+
+def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
+    """Refuse an adapter of embedding or output layer where they are one matrix."""
+    for pattern in settings.targets if is_tied else ():
+        for name in ("lm_head", "model.embed_tokens"):
+            if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
+                bound = (
+                    f"{pattern!r} names {name}, and embedding and output layer are one matrix "
+                    "(tie_word_embeddings)"
+                )
+                fix = "add it to exclude_modules: with an adapter of one of them the two would differ"
+                raise ConfigError([Violation(f"{KEY}.target_modules", list(settings.targets), bound, fix)])
+
+
+def refuse_dropped_outputs(
+    chosen: Collection[str], vocabulary: Iterable[str], settings: AdapterSettings
+) -> None:
+    """Refuse to drop logits, which are not there at one time; nor does PEFT."""
+    if (
+        settings.dropout
+        and not settings.drops_input
+        and any(name in chosen for name in vocabulary if not is_embedding(name))
+    ):
+        bound = "the output layer has an adapter, whose output, the logits, cannot be dropped"
+        raise ConfigError([Violation(f"{KEY}.dropout_position", "post", bound, "write pre")])
+
+
+def refuse_other_base(module: str, settings: AdapterSettings) -> None:
+    """Refuse to go on from an adapter that brings another embedding or output layer than the model has. A
+    collective over the world.
+
+    Args:
+        module: the one of this rank that is another; empty for none.
+        settings: of the adapters.
+    """
+    everywhere = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, module)
+    modules = [found for found in everywhere if found]
+    if modules:
+        bound = f"it was trained beside another {modules[0]} than the model has, and brings that with it"
+        fix = f"name its own base as policy.model_name, or start without {KEY}.adapter_path"
+        raise ConfigError([Violation(f"{KEY}.adapter_path", str(settings.start), bound, fix)])
 
 
 def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:

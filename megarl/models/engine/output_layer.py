@@ -190,6 +190,7 @@ def answer_requests(
     *,
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
     local: Callable[[Any], Any] = lambda parameter: parameter,
+    low_rank: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> None:
     """Let an output layer answer requests; without one it goes on to do what it did. Does nothing to what is
     no linear layer.
@@ -198,8 +199,10 @@ def answer_requests(
         layer: of a model of transformers.
         whole: gives all positions of its input on every tensor-parallel rank, and adds up their gradient.
         local: gives what this rank has of its weight or its bias.
+        low_rank: of a layer with an adapter, makes of rows what ``Request.output`` wants of it.
     """
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+    is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    if not is_plain and low_rank is None:
         return
     before: Callable[[torch.Tensor], torch.Tensor] = layer.forward
 
@@ -207,7 +210,9 @@ def answer_requests(
         request = asked()
         if request is None:
             return before(hidden)
-        return request.output(request.rows(whole(hidden)), local(layer.weight), local(layer.bias))
+        rows = request.rows(whole(hidden))
+        factors = None if low_rank is None else low_rank(rows)
+        return request.output(rows, local(layer.weight), local(layer.bias), factors)
 
     setattr(layer, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
     setattr(layer, _ANSWERS, True)

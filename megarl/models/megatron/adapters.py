@@ -54,7 +54,7 @@ from converters.mapping.layouts import ShardLayout, shard_layout
 from converters.mapping.rule import Kind, Rule, is_expert
 from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.model_config.architecture import Architecture
-from megarl.config.adapters import CUT_KINDS, is_named
+from megarl.config.adapters import CUT_KINDS
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
     KEY,
@@ -66,6 +66,9 @@ from megarl.models.engine.adapters import (
     factor_name,
     is_embedding,
     merged,
+    refuse_dropped_outputs,
+    refuse_other_base,
+    refuse_tied,
 )
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.stacked_adapters import StackedFactors, stacks_of
@@ -418,12 +421,12 @@ class Adapters:
             if len(tensor.shape) == 2
         }
         vocabulary = _vocabulary(architecture)
-        _refuse_tied(architecture, vocabulary, settings)
+        refuse_tied(architecture.tied_embeddings, settings)
         self._rows = {module: architecture.vocab_size for module in vocabulary}
         others = sorted(matrices - {*layers, *of_experts, *vocabulary})
         self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
         _refuse_some_experts(self.adapted, apart, settings)
-        _refuse_dropped_outputs(self.adapted, vocabulary, settings)
+        refuse_dropped_outputs(self.adapted, vocabulary, settings)
         self._matrices, self._stacks = [*layers, *apart, *vocabulary, *others], chosen
         self._other_stacks = [stack.name for stack in stacks if stack not in chosen]
         self._first = FirstFactors(settings, self.adapted, seed, chosen)
@@ -511,14 +514,10 @@ class Adapters:
         return "" if torch.equal(own, weight[: len(own)]) else module
 
     def _refuse_anywhere(self, idle: bool, other: str) -> None:
-        everywhere = [(False, "")] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (idle, other))
-        modules = [module for _, module in everywhere if module]
-        if modules:
-            bound = f"it was trained beside another {modules[0]} than the model has, and brings that with it"
-            fix = f"name its own base as policy.model_name, or start without {KEY}.adapter_path"
-            raise ConfigError([Violation(f"{KEY}.adapter_path", str(self.settings.start), bound, fix)])
-        ranks = [rank for rank, (nothing, _) in enumerate(everywhere) if nothing]
+        refuse_other_base(other, self.settings)
+        everywhere = [False] * dist.get_world_size()
+        dist.all_gather_object(everywhere, idle)
+        ranks = [rank for rank, nothing in enumerate(everywhere) if nothing]
         if ranks:
             bound = (
                 f"a pipeline stage, or a chunk of one, has no adapter (rank {ranks[0]}), so that "
@@ -625,31 +624,6 @@ def _vocabulary(architecture: Architecture) -> list[str]:
     return (
         [] if architecture.tied_embeddings else [rule.parts[0].name.removesuffix(".weight") for rule in rules]
     )
-
-
-def _refuse_tied(architecture: Architecture, vocabulary: Sequence[str], settings: AdapterSettings) -> None:
-    for pattern in settings.targets if architecture.tied_embeddings else ():
-        for name in ("lm_head", "model.embed_tokens"):
-            if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
-                bound = (
-                    f"{pattern!r} names {name}, and embedding and output layer are one matrix "
-                    "(tie_word_embeddings)"
-                )
-                fix = "add it to exclude_modules: with an adapter of one of them the two would differ"
-                raise ConfigError([Violation(f"{KEY}.target_modules", list(settings.targets), bound, fix)])
-
-
-def _refuse_dropped_outputs(
-    chosen: Collection[str], vocabulary: Sequence[str], settings: AdapterSettings
-) -> None:
-    """Logits are not there at one time, so that none can be dropped; nor does PEFT."""
-    if (
-        settings.dropout
-        and not settings.drops_input
-        and any(name in chosen for name in vocabulary if not is_embedding(name))
-    ):
-        bound = "the output layer has an adapter, whose output, the logits, cannot be dropped"
-        raise ConfigError([Violation(f"{KEY}.dropout_position", "post", bound, "write pre")])
 
 
 class _Exported(Mapping[str, torch.Tensor]):
