@@ -212,6 +212,7 @@ def copied_gradients(config: Mapping[str, Any]) -> list[list[str]]:
     return found
 
 
+@newest_megatron
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_of_states_in_host_memory_come_while_backward_goes_on(
     pool: WorkerPool, tiny_models: dict[str, Path], world: int
