@@ -20,6 +20,8 @@ from megarl.config.nested import at
 from megarl.config.parameters import model_parameters
 from megarl.config.plugins import EngineMemory
 from megarl.config.policy import PolicyConfig
+from megarl.config.rules.parallel import generation_shape, training_shape
+from megarl.config.rules.view import View
 from megarl.config.sections import ClusterConfig, RunConfig
 
 GIB = 2**30
@@ -90,11 +92,7 @@ def device_ledger(
             sections. They take turns with it.
         rest: what stays of a process of training that has left the device (``process_rest``).
     """
-    largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
-    configured = policy["refit_buffer_size_gb"]
-    # a configured size is that of both
-    slots = 2 * max(SLOT_BYTES, largest) if configured is None else int(configured * GIB)
-    gathered = max(GATHERED_BYTES, largest) if configured is None else 0
+    slots, gathered = _refit_bytes(policy, facts)
     rest *= 1 + len(beside)
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights
@@ -114,6 +112,46 @@ def device_ledger(
             for name, other in beside.items()
         ),
     ]
+
+
+def moments_apart(
+    policy: PolicyConfig,
+    rank: RankMemory,
+    engine: EngineMemory,
+    facts: ModelFacts,
+    beside: Mapping[str, RankMemory] = MappingProxyType({}),
+    *,
+    rest: int = CONTEXT_REST,
+) -> list[Moment]:
+    """Return the moments of a run whose engines have devices of their own: those of a device of training,
+    and those of a device of an engine, which has nothing of the policy.
+
+    Both sides keep the transfer buffers of their group for as long as it lasts. A refit finds everything of
+    the policy on its device, where it was just trained, and the engine with its cache.
+
+    Args:
+        policy, rank, engine, facts, beside, rest: as of ``device_ledger``.
+    """
+    slots, gathered = _refit_bytes(policy, facts)
+    rest *= 1 + len(beside)
+    return [
+        Moment("training", rest + rank.peak, 0, slots),
+        Moment("refit", rest + rank.state, 0, slots + gathered),
+        *(Moment(f"{name} in its turn", rest + other.peak, 0, slots) for name, other in beside.items()),
+        Moment("generation, a device of an engine", 0, engine.budget, slots),
+        # as of an engine that shares the device, which has slept until then
+        Moment("refit, a device of an engine", 0, engine.budget + 2 * engine.experts, slots),
+    ]
+
+
+def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
+    """Return the bytes of the two transfer buffers of a refit, and of the weights gathered for it."""
+    largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
+    configured = policy["refit_buffer_size_gb"]
+    if configured is not None:
+        # a configured size is that of both
+        return int(configured * GIB), 0
+    return 2 * max(SLOT_BYTES, largest), max(GATHERED_BYTES, largest)
 
 
 def device_gib(cluster: ClusterConfig) -> float:
@@ -143,18 +181,24 @@ def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
 
 
 def host_memory(
-    config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()
+    config: RunConfig,
+    ranks: Sequence[RankMemory],
+    beside: Iterable[Sequence[RankMemory]] = (),
+    engine: EngineMemory | None = None,
 ) -> int:
-    """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it
-    takes the place of; optimizer state that stays there; other optimizer state and weights while an engine on
-    the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where ranks run
-    on a CPU, everything. A checkpoint that is written while training goes on is not among it.
+    """Host memory of a node that trains: of each of its ranks of training the reference policy and a copy of
+    the weights that it takes the place of; optimizer state that stays there; other optimizer state and
+    weights while an engine on the same device generates, the first also where
+    ``offload_optimizer_for_logprob`` says so; where ranks run on a CPU, everything. Of each rank of an engine
+    apart on the same node what a refit takes. A checkpoint that is written while training goes on is not
+    among it.
 
     Args:
         config: a checked run with its defaults.
         ranks: of the policy.
         beside: of each model beside it. Each leaves the device while another one is there, as the policy then
             does.
+        engine: memory of a rank of the engines; None where there are none, or it is not known.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
@@ -170,7 +214,12 @@ def host_memory(
         return 2 * rank.reference_weights + rank.host_optimizer + moved
 
     together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *models))
-    return int(config["cluster"]["gpus_per_node"] * together)
+    view = View(config)
+    training, apart = training_shape(view)[1], generation_shape(view)
+    found = training * together
+    if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
+        found += apart[1] * (engine.host + on_cpu * engine.budget)
+    return int(found)
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:

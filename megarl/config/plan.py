@@ -13,10 +13,10 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend, generation_of
-from megarl.config.engines import kind_of
+from megarl.config.engines import OF_THE_POLICY, kind_of
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
-from megarl.config.memory_run import GIB, Moment, device_gib, device_ledger, process_rest
+from megarl.config.memory_run import GIB, Moment, device_gib, device_ledger, moments_apart, process_rest
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at, put
@@ -71,15 +71,31 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
         if facts is None:
             continue
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
-        ranks = _memory(seen, facts, layout_of(View(seen)), reference=False)
-        found[path] = ranks if section.is_trained else [_without_training(rank, seen) for rank in ranks]
+        layout = layout_of(View(seen))
+        found[path] = (
+            _memory(seen, facts, layout, reference=False)
+            if section.is_trained
+            else memory_of_reader(seen, facts, layout)
+        )
     return found
 
 
-def _without_training(rank: RankMemory, config: RunConfig) -> RankMemory:
-    """Return the memory of a model that is only read; Megatron has its gradient buffers all the same."""
-    gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
-    return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
+def memory_of_reader(config: RunConfig, facts: ModelFacts, layout: Layout) -> list[RankMemory]:
+    """Return the memory of a rank of each pipeline stage of a model that is only read, whose section is the
+    ``policy`` of ``config``; Megatron has its gradient buffers all the same."""
+    ranks = _memory(config, facts, layout, reference=False)
+    is_megatron = enabled_backend(config["policy"]) == "megatron"
+    return [
+        replace(
+            rank,
+            gradients=rank.gradients * is_megatron,
+            optimizer=0,
+            activations=0,
+            recomputed=0,
+            logits=0,
+        )
+        for rank in ranks
+    ]
 
 
 def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
@@ -90,8 +106,9 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """Return the memory of the fullest training device at each moment of a start; empty if no engine shares
-    it.
+    """Return the memory of the fullest device at each moment of a start where an engine shares it, and where
+    engines have devices of their own that of the fullest device of training and of an engine; empty where
+    the policy itself generates, or an engine of unknown size.
 
     Args:
         config: a checked run with its defaults.
@@ -99,16 +116,14 @@ def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> lis
         ranks: from ``memory_of_run``.
     """
     engine = engine_memory_of(config, facts)
-    if engine is None or not generation_of(config["policy"])["colocated"]["enabled"]:
+    if engine is None:
         return []
     fullest = {
         path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()
     }
-    policy = config["policy"]
-    groups = communicators(layout_of(View(config)), policy)
-    return device_ledger(
-        policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=process_rest(groups)
-    )
+    policy, rest = config["policy"], process_rest(communicators(layout_of(View(config)), config["policy"]))
+    of_run = device_ledger if generation_of(policy)["colocated"]["enabled"] else moments_apart
+    return of_run(policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=rest)
 
 
 def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
@@ -300,6 +315,10 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     )
     if not at(config, recompute):
         found[recompute] = [True]
+    generation = generation_of(policy) if generates(config) else None
+    if generation is not None and generation["backend"] in OF_THE_POLICY:
+        # of the caches that the policy, or an engine of its own backend, has
+        found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]

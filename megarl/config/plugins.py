@@ -128,6 +128,7 @@ class EngineMemory:
         share: the budget in words.
         rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
         experts: its part of the routed experts of one layer.
+        host: host memory that a rank takes while weights arrive.
     """
 
     weights: int
@@ -136,6 +137,7 @@ class EngineMemory:
     share: str
     rest: int = 0
     experts: int = 0
+    host: int = 0
 
     @property
     def cached_tokens(self) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NotRequired, get_args, get_origin
 from typing_extensions import is_typeddict
 
 from megarl.config.algorithms import run_type
+from megarl.config.backend import generation_of
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.model_facts import read_model_facts
@@ -115,7 +116,7 @@ def ledger_table(configs: Path) -> Iterator[str]:
         config = validate_config(load_config(path), name=path.stem)
         facts = read_model_facts(config["policy"]["model_name"])
         moments = [] if facts is None else ledger(config, facts, memory_of_run(config)[1])
-        if moments:
+        if moments and generation_of(config["policy"])["colocated"]["enabled"]:
             rows.append((path.stem, moments))
     if rows:
         yield f"| recipe | {' | '.join(moment.name for moment in rows[0][1])} |"

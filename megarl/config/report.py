@@ -12,6 +12,7 @@ from rich.table import Table
 from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, rows_of_record
 from megarl.config.arithmetic import BatchPlan
+from megarl.config.backend import generation_of
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory
 from megarl.config.memory_run import (
@@ -83,7 +84,8 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
     console.print(surroundings_table(config, facts, ranks, beside))
     moments = ledger(config, facts, ranks)
     if moments:
-        console.print(ledger_table(moments, device_gib(config["cluster"])))
+        shares = generation_of(config["policy"])["colocated"]["enabled"]
+        console.print(ledger_table(moments, device_gib(config["cluster"]), shares=shares))
 
 
 def layout_table(layout: Layout) -> Table:
@@ -218,7 +220,7 @@ def surroundings_table(
         table.add_row("tokens that fit in the engine's KV cache", f"{engine.cached_tokens:,}")
     table.add_row(
         f"host memory of a node of {config['cluster']['gpus_per_node']} ranks",
-        size_text(host_memory(config, ranks, beside.values())),
+        size_text(host_memory(config, ranks, beside.values(), engine)),
     )
     if checkpointing["enabled"]:
         table.add_row(
@@ -232,9 +234,11 @@ def surroundings_table(
     return table
 
 
-def ledger_table(moments: list[Moment], device_gib: float) -> Table:
-    """The moments of a run on a device that the engine shares, and what each leaves of it."""
-    table = Table(title=f"a device that policy and engine share, {device_gib:g} GiB (estimated)")
+def ledger_table(moments: list[Moment], device_gib: float, *, shares: bool = True) -> Table:
+    """Return the moments of a run on a device that the engine shares, or on one of training and one of an
+    engine, and what each leaves of it."""
+    which = "a device that policy and engine share" if shares else "a device of training, or of an engine"
+    table = Table(title=f"{which}, {device_gib:g} GiB (estimated)")
     for heading in ("moment", "policy", "engine", "transfer", "together", "free"):
         table.add_column(heading, justify="left" if heading == "moment" else "right")
     for moment in moments:

@@ -15,9 +15,16 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.load import load_config
 from megarl.config.memory import estimate
-from megarl.config.memory_run import CONTEXT_REST, GIB, process_rest
+from megarl.config.memory_run import CONTEXT_REST, GIB, host_memory, process_rest
 from megarl.config.model_facts import facts_of
-from megarl.config.plan import communicators, fullest_moment, ledger, memory_of_run, state_bytes
+from megarl.config.plan import (
+    communicators,
+    engine_memory_of,
+    fullest_moment,
+    ledger,
+    memory_of_run,
+    state_bytes,
+)
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory, validate_config
 from megarl.errors import ConfigError
@@ -172,6 +179,77 @@ def test_the_refit_of_a_mixture_has_the_engine_s_part_of_a_layer_s_experts_twice
     assert (
         refit.engine - sleeps.engine == engine.weights + 2 * 128 * 3 * 2048 * 768 * 2 // tensor and tensor > 1
     )
+
+
+APART = "grpo-dapo17k-asynchronous-qwen2.5-7b-8gpu-megatron"
+OF_7B, VOCABULARY_OF_7B = 7_615_616_512, 152_064 * 3_584 * 2
+"""Parameters of Qwen2.5 7B, and bytes of its largest weight."""
+
+
+def test_engines_on_devices_of_their_own_are_summed_by_hand() -> None:
+    """Four GPUs train and four generate: neither has anything of the other but the transfer buffers."""
+    config = config_of(APART)
+    facts = facts_of(KNOWN_MODELS["Qwen/Qwen2.5-7B"])
+    [rank] = memory_of_run(config)[1]
+    training, refit, generation, loading = ledger(config, facts, [rank])
+    # world, tensor, data, and tensor with the one pipeline stage
+    rest = process_rest(4)
+    assert (training.policy, training.engine) == (rest + rank.peak, 0)
+    # weights, float32 gradients, and half of 12 bytes a parameter: two data-parallel ranks share the state
+    state = rank.parameters * (2 + 4 + 12 // 2)
+    assert (refit.policy, refit.engine) == (rest + state, 0)
+    assert (generation.policy, generation.engine) == (0, int(0.6 * 80 * GIB)) == (0, loading.engine)
+    transfers = [moment.transfer for moment in (training, refit, generation, loading)]
+    assert transfers == [number * VOCABULARY_OF_7B for number in (2, 3, 2, 2)]
+    assert fullest_moment(config) == training
+    # nothing of the policy goes to host memory, and vLLM's weights do not pass through it
+    assert host_memory(config, [rank], (), memory_of_engine(config, facts)) == 0
+
+
+def test_engines_of_the_policy_s_own_backend_are_summed_by_hand() -> None:
+    config = config_of(APART, "~policy.generation.backend", "policy.offload_optimizer_for_logprob=true")
+    facts = facts_of(KNOWN_MODELS["Qwen/Qwen2.5-7B"])
+    [rank] = memory_of_run(config)[1]
+    engine = engine_memory_of(config, facts)
+    assert engine is not None and (engine.weights, engine.host) == (2 * OF_7B, 2 * OF_7B)
+    # 64 sequences of 4,096 tokens: keys and values of 4 heads of 128 numbers in each of 28 layers
+    assert engine.token == 28 * 2 * 4 * 128 * 2 and engine.cached_tokens == 64 * 4096
+    # four copies of the model, in one process group, with Megatron's gradient buffers
+    parts = engine.weights, 4 * OF_7B, engine.token * 64 * 4096, process_rest(2)
+    assert engine.budget == sum(parts)
+    # of the node's eight ranks four train, and the others have a whole model there while a refit lasts
+    assert host_memory(config, [rank], (), engine) == 4 * rank.optimizer + 4 * 2 * OF_7B
+    halved = config_of(
+        APART, "~policy.generation.backend", "policy.generation.engine_cfg={tensor_parallel_size: 2}"
+    )
+    half = engine_memory_of(halved, facts)
+    assert half is not None and half.token == engine.token // 2
+    # norms are on both ranks
+    assert 0 < half.weights - engine.weights // 2 < 2**20
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "fsdp1"])
+def test_engines_of_a_torch_backend_shard_their_weights(backend: str) -> None:
+    """Float32 shards over the copies of the model, and in bfloat16 what is gathered while a pass lasts."""
+    recipe = f"grpo-qwen2.5-1.5b-{backend}"
+    apart = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}"
+    config = config_of(recipe, apart, "~policy.generation.backend", "cluster.gpus_per_node=10")
+    facts = facts_of(KNOWN_MODELS["Qwen/Qwen2.5-1.5B"])
+    engine = engine_memory_of(config, facts)
+    assert engine is not None
+    shard = -(-1_543_714_304 // 2)
+    layers = 2 * (1_543_714_304 - 151_936 * 1_536 - 1_536) // 28
+    gathered = 2 * (layers + 151_936 * 1_536 + 1_536)
+    assert engine.weights == 4 * shard + gathered
+
+
+def test_an_engine_without_room_is_doubted_with_what_has_room() -> None:
+    own = (APART, "~policy.generation.backend", "cluster.device_memory_gib=80")
+    assert doubt_of_memory(config_of(*own)) is None
+    text = doubt_of_memory(config_of(*own, "policy.generation_batch_size=192"))
+    assert text is not None and "generation, a device of an engine takes 88.0 GiB" in text
+    assert "policy.generation_batch_size=96" in text
+    assert doubt_of_memory(config_of(*own, "policy.generation_batch_size=96")) is None
 
 
 def test_communicators_are_counted_by_hand() -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.config.backend import enabled_backend
+from megarl.config.backend import enabled_backend, generation_of
+from megarl.config.plugins import EngineMemory
 from megarl.config.policy import PolicyConfig
 from megarl.config.sections import RunConfig
 from megarl.errors import MegarlError, RefitError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import ray
     import torch
 
+    from converters.model_config.architecture import ModelFacts
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.generation.interfaces import SharesDevices
@@ -266,4 +268,37 @@ def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
     return PolicyEngines(make)
 
 
-KIND = EngineKind(title="workers that generate", start=start, section=PolicyEnginesConfig)
+def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
+    """Memory of a rank that generates: a model that is only read, and keys and values of
+    ``generation_batch_size`` sequences. A refit brings a whole model to its host memory."""
+    from megarl.config import validate_policy_config
+    from megarl.config.layout import Layout
+    from megarl.config.memory import BYTES
+    from megarl.config.memory_run import process_rest
+    from megarl.config.parameters import model_parameters
+    from megarl.config.plan import communicators, memory_of_reader
+    from megarl.config.rules.parallel import generation_shape
+    from megarl.config.rules.view import View
+
+    shape = generation_shape(View(config))
+    assert shape is not None, "these engines have ranks of their own"
+    nodes, per_node = shape
+    policy = validate_policy_config(engine_policy(config["policy"], nodes * per_node), nodes * per_node)
+    tensor = generation_of(config["policy"])["engine_cfg"]["tensor_parallel_size"]
+    layout = Layout(1, nodes * per_node // tensor, 1, tensor, per_node)
+    [rank] = memory_of_reader({**config, "policy": policy}, facts, layout)
+    rows, longest = policy["generation_batch_size"], policy["max_total_sequence_length"]
+    budget = process_rest(communicators(layout, policy)) + rank.peak
+    return EngineMemory(
+        weights=rank.weights,
+        budget=budget,
+        token=rank.generation_cache // (rows * longest),
+        share=f"{rows} sequences of {longest:,} tokens",
+        rest=budget - rank.weights - rank.generation_cache,
+        host=model_parameters(facts) * BYTES[policy["precision"]],
+    )
+
+
+KIND = EngineKind(
+    title="workers that generate", start=start, section=PolicyEnginesConfig, memory=memory_of_engine
+)
