@@ -120,26 +120,38 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
 
 @slow
 @pytest.mark.parametrize(
-    ("section", "toy", "changes"),
+    ("section", "changes", "backend", "lag"),
     [
-        ("ppo", "SerialLagPPO", []),
-        ("distillation", "SerialLagDistillation", ["policy.model_name={untaught}"]),
-        ("distillation", "SerialLagDistillation", ["policy.model_name={untaught}", *BY_POLICY_GRADIENT]),
+        ("ppo", [], "megatron", 1),
+        ("ppo", [], "megatron", 2),
+        ("ppo", [], "dtensor", 2),
+        ("ppo", [], "fsdp1", 1),
+        ("distillation", [], "megatron", 1),
+        ("distillation", BY_POLICY_GRADIENT, "megatron", 1),
+        ("distillation", [], "dtensor", 2),
+        ("distillation", BY_POLICY_GRADIENT, "fsdp1", 2),
     ],
-    ids=["ppo", "distillation", "distillation by policy gradient"],
 )
 def test_models_beside_the_policy_change_nothing(
-    section: str, toy: str, changes: list[str], tmp_path: Path, material: Material, launches: Launches
+    section: str,
+    changes: list[str],
+    backend: str,
+    lag: int,
+    tmp_path: Path,
+    material: Material,
+    launches: Launches,
 ) -> None:
     """A critic and a teacher have the policy's devices in turn with it, while engines sample."""
-    program = Program(tmp_path, material, launches, section=section)
-    changes = [change.replace("{untaught}", str(material.model)) for change in changes]
-    beside_training = program.finish("beside", *changes, *beside(1, section))
-    serial = program.finish("serial", *changes, f"algorithm={TOYS}:{toy}", SERIAL_LAG="1")
+    program = Program(tmp_path, material, launches, backend, section)
+    if section == "distillation":
+        changes = [f"policy.model_name={material.model}", *changes]
+    beside_training = program.finish("beside", *changes, *beside(lag, section))
+    toy = {"ppo": "SerialLagPPO", "distillation": "SerialLagDistillation"}[section]
+    serial = program.finish("serial", *changes, f"algorithm={TOYS}:{toy}", SERIAL_LAG=str(lag))
     assert without_ages(beside_training) == without_ages(serial)
     assert weights(beside_training) == weights(serial)
     trained = [row for row in read_rows(beside_training) if row["step"] > 0]
-    assert [row["train/rollout_age"] for row in trained] == [min(step, 1) for step in range(STEPS)]
+    assert [row["train/rollout_age"] for row in trained] == [min(step, lag) for step in range(STEPS)]
     assert any(row["train/grad_norm"] > 0 for row in trained if "train/grad_norm" in row)
 
 
