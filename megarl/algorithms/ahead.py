@@ -4,6 +4,9 @@ The batch of step n is sampled with the weights behind step n - 1 - k: engines g
 before it begins, and sample that of step n + k with them meanwhile. Which weights answer what so follows from
 the step alone, and not from who is faster. Both meet at the end of a step, where the engines are up to date
 again, and a checkpoint can keep the k batches that wait.
+
+A validation of the weights of step n - 1 goes on beside step n too, behind the sampling: the engines have
+these weights until the step ends.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megarl.distributed.deadlines import validating
 from megarl.errors import MegarlError, WorkerLostError
-from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT
+from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT, VALIDATION_BESIDE
 
 if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from megarl.models.generation.interfaces import GenerationInterface
     from megarl.observe.timing import PhaseTimer
     from megarl.rollout.collector import RefittedEngine
+    from megarl.rollout.evaluation import ValidatedSet
+
+    Validated = list[ValidatedSet]
 
 
 def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
@@ -89,6 +96,10 @@ class SamplingAhead:
         waiting: batches that were sampled and not trained on yet, by their steps; changed here.
         timer: of the step; gets the phases of what was sampled meanwhile when it is there.
         own_timer: told the phases of sampling.
+
+    Attributes:
+        validate: a validation, for which the next step is to have engines; None for none.
+        validated: what the last one of them found; None before it.
     """
 
     metrics: Mapping[str, float] = {}
@@ -107,7 +118,10 @@ class SamplingAhead:
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
         self._thread = ThreadPoolExecutor(1, "sampling")
-        self._coming: tuple[int, Future[Sampling]] | None = None
+        self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
+        self._sampled_step = 0
+        self.validate: Callable[[], Validated] | None = None
+        self.validated: Validated | None = None
         self._done_at = 0.0
 
     def take(self, step: int) -> Sampling:
@@ -121,24 +135,28 @@ class SamplingAhead:
         with self._timer.phase("refit"):
             with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
-        if ahead not in self._waiting and not self._is_behind_the_end(ahead):
-            self._engines.held = True
-            self._coming = ahead, self._thread.submit(self._timed, ahead)
+        is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
+        validate, self.validate, self.validated = self.validate, None, None
+        if is_sampled or validate is not None:
+            self._engines.held, self._sampled_step = True, ahead
+            self._coming = self._thread.submit(self._timed, ahead if is_sampled else None, validate)
         return self._waiting.pop(step)
 
     def settle(self) -> None:
-        """Wait for what is being sampled, at the end of a step.
+        """Wait for what is being sampled and validated, at the end of a step.
 
         Raises:
             MegarlError: that has failed.
         """
         if self._coming is None:
             return
-        (ahead, future), self._coming = self._coming, None
+        future, self._coming = self._coming, None
         waits = nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT)
         try:
             with waits:
-                self._waiting[ahead] = future.result()
+                sampled, self.validated = future.result()
+            if sampled is not None:
+                self._waiting[self._sampled_step] = sampled
         finally:
             self._engines.held = False
         self._timer.merge(self._own_timer, {ENGINE_IDLE: max(time.perf_counter() - self._done_at, 0.0)})
@@ -150,8 +168,14 @@ class SamplingAhead:
     def _is_behind_the_end(self, step: int) -> bool:
         return self._last is not None and step > self._last
 
-    def _timed(self, step: int) -> Sampling:
+    def _timed(
+        self, step: int | None, validate: Callable[[], Validated] | None
+    ) -> tuple[Sampling | None, Validated | None]:
         try:
-            return self._sample(step)
+            sampled = None if step is None else self._sample(step)
+            if validate is None:
+                return sampled, None
+            with validating(), self._own_timer.phase(VALIDATION_BESIDE):
+                return sampled, validate()
         finally:
             self._done_at = time.perf_counter()

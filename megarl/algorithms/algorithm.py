@@ -95,6 +95,16 @@ class Algorithm(AlgorithmSpec, ABC):
         """Metrics on the validation data; empty without any. Changes nothing."""
         return {}
 
+    def validate_beside(self) -> bool:
+        """Have the validation of the step that has ended go on beside the next one, with the weights of now,
+        or return False where this run cannot: ``validate`` is called then."""
+        return False
+
+    def validated_beside(self) -> dict[str, float] | None:
+        """Return at the end of a step the figures of the validation that ``validate_beside`` has put beside
+        it; None, and give it up, where no step has followed."""
+        return None
+
     def save(self, directory: Path) -> None:
         """Write into a checkpoint what a resumed run needs beside models and the order of the data."""
 

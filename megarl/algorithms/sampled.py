@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.lm_policy import Policy
-    from megarl.rollout.collector import Rollouts
+    from megarl.rollout.collector import Collector, Rollouts
+    from megarl.rollout.evaluation import ValidatedSet
 
 
 class SampledConfig(TypedDict):
@@ -162,7 +164,7 @@ class Sampled(Algorithm):
         self.policy, self.models, self.turns = parts.models[ACTOR], parts.models, parts.turns
         self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
-        self.sample_log, self.done_steps = parts.sample_log, 0
+        self.sample_log, self.done_steps, self._validated_step = parts.sample_log, 0, 0
         self._version: int | None = None
         self.empty_steps = EmptySteps(parts.config["policy"]["max_consecutive_skips"], self.section())
         self.served: ServedCheck | None = None
@@ -244,24 +246,50 @@ class Sampled(Algorithm):
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
-        from megarl.rollout.evaluation import answer_set, validation_metrics, validation_sets
-
         if self.validation_data is None:
             return {}
         self.turns.take(ACTOR)
         if self.refit is not None and not self.refit.colocated:
             self.turns.bring(ACTOR)
-        size = self.config["val_batch_size"]
-        validated = [
-            answer_set(self.collector, each, size)
-            for each in validation_sets(self.run_config, self.validation_data)
-        ]
+        validated = self._validated(self.collector)
         if self.refit is not None:
             # the engines may have had its devices; whoever saves or exports next finds it there again
             self.policy.prepare_for_lp_inference()
-        if self.sample_log is not None:
-            self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
+        return self._figures(validated, self.done_steps)
+
+    def _validated(self, collector: Collector) -> list[ValidatedSet]:
+        """Answer all validation sets."""
+        from megarl.rollout.evaluation import answer_set, validation_sets
+
+        assert self.validation_data is not None
+        size = self.config["val_batch_size"]
+        sets = validation_sets(self.run_config, self.validation_data)
+        return [answer_set(collector, each, size) for each in sets]
+
+    def _figures(self, validated: list[ValidatedSet], step: int) -> dict[str, float]:
+        """Log the samples of a validation after a step. Return its figures."""
+        from megarl.rollout.evaluation import validation_metrics
+
+        if self.sample_log is not None and self.validation_data is not None:
+            self.sample_log.validation(step, validated, self.validation_data.sources)
         return validation_metrics(validated)
+
+    def validate_beside(self) -> bool:
+        """Have engines that sample beside training in order validate too, unless a subclass validates in
+        another way."""
+        of_engines = isinstance(self.ahead, SamplingAhead) and self.validation_data is not None
+        if not of_engines or type(self).validate is not Sampled.validate:
+            return False
+        assert isinstance(self.ahead, SamplingAhead)
+        self.ahead.validate = partial(self._validated, self._sampling_collector)
+        self._validated_step = self.done_steps
+        return True
+
+    def validated_beside(self) -> dict[str, float] | None:
+        assert isinstance(self.ahead, SamplingAhead)
+        self.ahead.validate = None
+        found = self.ahead.validated
+        return None if found is None else self._figures(found, self._validated_step)
 
     def take(self, step: int) -> Sampling:
         """Return the batch that a step trains on: sampled now, or while an earlier step trained."""

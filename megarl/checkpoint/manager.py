@@ -247,7 +247,7 @@ class CheckpointManager:
                 f"checkpoint step = {step!r}: must be a whole number of at least 0. Fix: pass the number of "
                 "finished steps"
             )
-        info = json_bytes(plain_json({**training_info, "step": step}))
+        info = plain_json({**training_info, "step": step})
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -255,13 +255,22 @@ class CheckpointManager:
             if temporary.exists():
                 remove_tree(temporary)
             temporary.mkdir()
-            write_bytes_durably(temporary / INFO_NAME, info)
+            self.replace_info(temporary, info)
             if run_config is not None:
                 text = yaml.safe_dump(redacted(run_config), sort_keys=False, allow_unicode=True)
                 write_bytes_durably(temporary / CONFIG_NAME, text.encode(), private=True)
         except OSError as error:
             raise self._failed(temporary, error) from error
         return temporary
+
+    def replace_info(self, checkpoint_path: Path, training_info: Mapping[str, Any]) -> None:
+        """Give a begun checkpoint another ``training_info.json``, before anything hashes it.
+
+        Raises:
+            OSError: it cannot be written.
+            CheckpointError: the info has no JSON form.
+        """
+        write_bytes_durably(checkpoint_path / INFO_NAME, json_bytes(plain_json(training_info)))
 
     def finalize_checkpoint(self, checkpoint_path: str | Path, *, is_sealed: bool = False) -> Path:
         """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -69,15 +70,16 @@ class RunPosition:
 
     Attributes:
         step: number of the step that it is in; None before the first one, and without a run.
-        validates: it is in a validation, whose batches have other sizes than those of training.
     """
 
     step: int | None = None
-    validates: bool = False
 
 
 position = RunPosition()
 """Of this process, which drives one run at a time."""
+# Calls of a validation, whose batches have other sizes than those of training. By thread: one validates while
+# another one trains.
+_validates = ContextVar("validates", default=False)
 
 
 @contextlib.contextmanager
@@ -92,12 +94,12 @@ def at_step(step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def validating() -> Iterator[None]:
-    """Inside, the calls of workers belong to a validation."""
-    before, position.validates = position.validates, True
+    """Inside, the calls of workers by this thread belong to a validation."""
+    token = _validates.set(True)
     try:
         yield
     finally:
-        position.validates = before
+        _validates.reset(token)
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Call:
     def of(cls, method: str) -> Call:
         """Return one that begins now, where the run is now."""
         phase = _PHASE_OF.get(method, method)
-        return cls(method, VALIDATE if position.validates and phase in _VALIDATED else phase, position.step)
+        return cls(method, VALIDATE if _validates.get() and phase in _VALIDATED else phase, position.step)
 
     def __str__(self) -> str:
         """For example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step

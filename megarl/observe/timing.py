@@ -21,10 +21,15 @@ ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
 """Where engines sample beside training: seconds that a step waits for them, and they for it."""
 
 
+VALIDATION_BESIDE = "validation_beside"
+"""Seconds that engines take for a validation while a later step trains."""
+
+
 def beside_training(phases: Collection[str]) -> frozenset[str]:
     """Return the phases of a run that take none of a step's own time: what engines apart do while it
     trains."""
-    return frozenset({GENERATION, ENGINE_IDLE}) if ENGINE_IDLE in phases else frozenset()
+    beside = {GENERATION, ENGINE_IDLE, VALIDATION_BESIDE}
+    return frozenset(beside) if ENGINE_IDLE in phases else frozenset()
 
 
 STEP_SECONDS = "step_s"

@@ -71,13 +71,12 @@ class Reporting:
     restarts: Callable[[], Mapping[str, float]] = dict
     look_around: Callable[[], None] = lambda: None
 
-    def report(self, step: int, train: Mapping[str, float], validation: Mapping[str, float]) -> None:
-        """One row in the log and the lines on the console; what the timer has collected goes with them."""
+    def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
+        """Return the row of a step but for its validation, with what the timer has collected."""
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {
             **_prefixed("train", train),
-            **_prefixed("validation", validation),
             **_prefixed("timing", seconds),
         }
         if train and STEP_TOKENS not in train:
@@ -91,11 +90,63 @@ class Reporting:
                 _prefixed("performance", self.throughput.metrics(int(train[STEP_TOKENS]), seconds, sequences))
             )
         row.update(_prefixed("performance", memory))
-        self.sinks.log(row, step)
-        if train:
-            self.console.step(step, row)
+        return row
+
+    def write(self, step: int, row: Mapping[str, float], validation: Mapping[str, float]) -> None:
+        """Log a row with the figures of a validation."""
+        self.sinks.log({**row, **_prefixed("validation", validation)}, step)
         if validation:
             self.console.validation(step, validation)
+
+
+class _HeldStep:
+    """A step whose validation goes on beside the next one: its row and its checkpoint wait for the figures.
+
+    Args:
+        algorithm: that validates.
+        reporting, checkpoints: as of ``run_loop``.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, reporting: Reporting, checkpoints: CheckpointWriter | None
+    ) -> None:
+        self._algorithm, self._reporting, self._checkpoints = algorithm, reporting, checkpoints
+        self._row: tuple[int, Mapping[str, float]] | None = None
+
+    def keep(self, step: int, row: Mapping[str, float]) -> None:
+        """Hold a row back."""
+        self._row = step, row
+
+    def finish(self) -> None:
+        """Log the step with the figures of its validation, which have come by the end of the next step, and
+        are computed now where none follows. Its checkpoint becomes visible.
+
+        Raises:
+            ConfigError: as of ``CheckpointWriter.require_metric``.
+            CheckpointError: as of ``CheckpointWriter.complete``.
+        """
+        if self._row is None:
+            return
+        step, row = self._row
+        validation = self._algorithm.validated_beside()
+        if validation is None:
+            validation = _validate(self._algorithm, self._reporting)
+        self._row = None
+        self._reporting.write(step, row, validation)
+        if self._checkpoints is not None:
+            figures = _prefixed("validation", validation)
+            self._checkpoints.require_metric(figures)
+            if self._checkpoints.uncommitted:
+                with self._reporting.timer.phase("checkpoint"):
+                    self._checkpoints.complete(figures)
+
+    def __enter__(self) -> _HeldStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # the run fails, and goes on from an earlier step: the row is for whoever looks for the reason
+        if self._row is not None:
+            self._reporting.write(*self._row, {})
 
 
 def run_loop(
@@ -112,13 +163,36 @@ def run_loop(
 
     The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved
     because its time limit is near goes on if that save left time for another step.
+
+    A validation that can go on beside the next step does. A checkpoint behind it becomes visible with its
+    figures, at the end of that step.
     """
-    stop = stop or StopRequest()
+    with _HeldStep(algorithm, reporting, checkpoints) as held:
+        return _run_steps(
+            algorithm, schedule, reporting, checkpoints, first_step, stop or StopRequest(), profiler, held
+        )
+
+
+def _run_steps(
+    algorithm: Algorithm,
+    schedule: Schedule,
+    reporting: Reporting,
+    checkpoints: CheckpointWriter | None,
+    first_step: int,
+    stop: StopRequest,
+    profiler: StepProfiler | None,
+    held: _HeldStep,
+) -> int:
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
-        reporting.report(0, {}, _validate(algorithm, reporting))
+        if algorithm.validate_beside():
+            held.keep(0, reporting.row(0, {}))
+        else:
+            validation = _validate(algorithm, reporting)
+            reporting.write(0, reporting.row(0, {}), validation)
     for step in range(first_step + 1, schedule.total_steps + 1):
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
+            held.finish()
             return step - 1
         if checkpoints is not None:
             checkpoints.settle()
@@ -129,7 +203,10 @@ def run_loop(
             train = algorithm.step(step)
             if profiler is not None:
                 profiler.end(step)
-            validation = _validate(algorithm, reporting) if schedule.validates_after(step) else {}
+            held.finish()
+            is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
+            is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
+            validation = _validate(algorithm, reporting) if is_due and not is_beside else {}
         done = time.monotonic()
         reporting.look_around()
         stop.step_took(done - begun)
@@ -149,13 +226,20 @@ def run_loop(
                         algorithm.sampler.state(),
                         metrics,
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
+                        is_validated=not is_beside,
                     )
                 )
-            reporting.report(step, train, validation)
+            row = reporting.row(step, train)
+            reporting.console.step(step, row)
+            if is_beside:
+                held.keep(step, row)
+            else:
+                reporting.write(step, row, validation)
         if saves:
             assert checkpoints is not None
             stop.save_took(done - begun, max(time.monotonic() - done, checkpoints.seconds[0]))
             if stop.reason is not None:
+                held.finish()
                 checkpoints.settle(wait=True, is_last=lambda: True)
                 # asked right after a save that failed: one more step is saved
                 if not checkpoints.failed:

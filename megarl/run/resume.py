@@ -155,6 +155,25 @@ class CheckpointInFlight:
 
 
 @dataclass(frozen=True, slots=True)
+class UncommittedCheckpoint:
+    """A checkpoint of which all is there but its name, and the figures of the step's validation.
+
+    Attributes:
+        step: finished steps.
+        path: its temporary directory.
+        info: of the checkpoint, without these figures.
+        memory: where it waits; None where it is in ``path``.
+        is_last: as for ``CheckpointWriter.saving``.
+    """
+
+    step: int
+    path: Path
+    info: Mapping[str, Any]
+    memory: CheckpointMemory | None
+    is_last: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWriter:
     """Writes the checkpoints of a run.
 
@@ -173,6 +192,7 @@ class CheckpointWriter:
         beside: writes what else a checkpoint has into its directory.
         turns: bring each model to the devices, where several share them.
         in_flight: the one that is being written.
+        uncommitted: the one that waits for figures of its validation.
         seconds: that the last one of them took.
         failed: steps whose checkpoints could not be written, since the last one that could.
         metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its
@@ -192,6 +212,7 @@ class CheckpointWriter:
     beside: Callable[[Path], None] = lambda directory: None
     turns: Turns = field(default_factory=lambda: Turns({}))
     in_flight: list[CheckpointInFlight] = field(default_factory=list)
+    uncommitted: list[UncommittedCheckpoint] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
     failed: list[int] = field(default_factory=list)
     metric_notes: set[str] = field(default_factory=set)
@@ -209,18 +230,15 @@ class CheckpointWriter:
         none has. That is said once.
 
         Args:
-            metrics: of a step that was taken; those of a validation tell of its names too.
+            metrics: of a step that was taken, and of a validation: either tells of its own names alone.
 
         Raises:
             ConfigError: with the names that are most like it.
         """
         name, known = self.manager.metric_name, _ranking_metrics(metrics)
         of_validation = name is not None and name.startswith(_OF_VALIDATION)
-        if (
-            name is None
-            or name == "step"
-            or (of_validation and not any(each.startswith(_OF_VALIDATION) for each in known))
-        ):
+        kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
+        if name is None or name == "step" or not kin:
             return
         if name in known:
             self.metric_notes.add(_HAD)
@@ -239,7 +257,6 @@ class CheckpointWriter:
                     name,
                 )
             return
-        kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
         alike = difflib.get_close_matches(name, kin, n=3, cutoff=0.5) or sorted(kin)
         raise ConfigError(
             [
@@ -268,6 +285,8 @@ class CheckpointWriter:
         sampler_state: Mapping[str, Any],
         metrics: Mapping[str, float],
         is_last: Callable[[], bool] = lambda: False,
+        *,
+        is_validated: bool = True,
     ) -> Iterator[None]:
         """Write a checkpoint, run the block, then make the checkpoint visible.
 
@@ -283,6 +302,7 @@ class CheckpointWriter:
             metrics: of the step.
             is_last: asked where the checkpoint could not be written: whether no other one follows, so that
                 going on would lose the step.
+            is_validated: False where figures are still missing: ``complete`` makes it visible then.
 
         Raises:
             CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
@@ -306,17 +326,39 @@ class CheckpointWriter:
             failure = error
             self._discard(path)
         yield
-        if failure is None and path is not None:
-            self.before_commit()
-            try:
-                if memory is not None:
-                    self.in_flight.append(CheckpointInFlight(step, path, memory.write(path)))
-                    return
-                self.manager.finalize_checkpoint(path)
-            except (CheckpointError, OSError) as error:
-                failure = error
-                self._discard(path)
-        self._settled(step, failure, is_last)
+        if failure is not None or path is None:
+            self._settled(step, failure, is_last)
+            return
+        self.uncommitted.append(UncommittedCheckpoint(step, path, info, memory, is_last))
+        if is_validated:
+            self.complete({})
+
+    def complete(self, figures: Mapping[str, float]) -> None:
+        """Make the checkpoint visible that waits for the figures of its validation, if there is one.
+
+        Args:
+            figures: of the validation, to be ranked by.
+
+        Raises:
+            CheckpointError: as of ``saving``.
+        """
+        if not self.uncommitted:
+            return
+        current, failure = self.uncommitted.pop(), None
+        self.before_commit()
+        try:
+            if figures:
+                known = {**current.info["metrics"], **_ranking_metrics(figures)}
+                self.manager.replace_info(current.path, {**current.info, "metrics": known})
+            if current.memory is not None:
+                write = current.memory.write(current.path)
+                self.in_flight.append(CheckpointInFlight(current.step, current.path, write))
+                return
+            self.manager.finalize_checkpoint(current.path)
+        except (CheckpointError, OSError) as error:
+            failure = error
+            self._discard(current.path)
+        self._settled(current.step, failure, current.is_last)
 
     def settle(self, *, wait: bool = False, is_last: Callable[[], bool] = lambda: False) -> None:
         """Make the checkpoint visible that was written meanwhile, if there is one and it is through.
@@ -343,7 +385,10 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also
-        where an error ends the run, and forget it where the run is to end at once."""
+        where an error ends the run, and forget it where the run is to end at once. One that waits for figures
+        is forgotten: whoever went on from it would never have them."""
+        if self.uncommitted:
+            self._discard(self.uncommitted.pop().path)
         if self.in_flight and not (error is None or isinstance(error, Exception)):
             current = self.in_flight.pop()
             current.write.abort()

@@ -114,6 +114,12 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
     trained = [row for row in read_rows(beside_training) if row["step"] > 0]
     assert [row["train/rollout_age"] for row in trained] == [min(step, lag) for step in range(STEPS)]
     assert all(0 < row["train/effective_sample_share"] <= 1 for row in trained)
+    # validations after steps 0, 2 and 4 went on beside the steps that follow; nothing follows the last one
+    validated = {
+        name: [row["step"] for row in trained if name in row]
+        for name in ("validation/accuracy", "timing/validation_beside_s", "timing/validation_s")
+    }
+    assert list(validated.values()) == [[2, 4, 6], [1, 3, 5], [6]]
     # what the engine said is the policy's word of k steps ago, and not of now
     assert any(row["train/mismatch_max"] > 1e-3 for row in trained)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.ahead import HeldEngines, SamplingAhead
 from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batches, save_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.deadlines import STEP, VALIDATE, Call
 from megarl.errors import RewardError, UnusableCheckpointError, WorkerError, WorkerLostError
 from megarl.observe.timing import ENGINE_IDLE, GENERATION, PhaseTimer
 from megarl.rollout.collector import Rollouts
@@ -111,6 +112,55 @@ def test_engines_keep_their_weights_while_they_sample() -> None:
     assert found == [0]
     ahead.engines.bring_up_to_date()  # type: ignore[attr-defined]
     assert refit.engines_have == 1
+    ahead.close()
+
+
+@pytest.mark.parametrize("last", [None, 2])
+def test_a_validation_goes_on_beside_the_next_step_with_its_weights(last: int | None) -> None:
+    """Behind the sampling, where something is sampled: behind the last batch nothing is."""
+    refit, trains = PlayedRefit(), threading.Event()
+    asked: list[tuple[Any, int]] = []
+    ahead = ahead_of(lambda step: asked.append((step, refit.engines_have)) or step, 1, last, refit, {})
+    ahead.take(1)
+    refit.trained = 1
+    ahead.settle()
+    assert ahead.validated is None
+
+    def validate() -> list[Any]:
+        assert trains.wait(60)
+        ahead.engines.bring_up_to_date()  # type: ignore[attr-defined]
+        assert Call.of("generate").phase == VALIDATE
+        asked.append(("validation", refit.engines_have))
+        return ["figures"]
+
+    ahead.validate = validate
+    assert ahead.take(2) == 2
+    assert Call.of("train").phase == STEP, "of this thread, which trains"
+    refit.trained = 2
+    trains.set()
+    ahead.settle()
+    assert asked == [(1, 0), (2, 0), *([] if last else [(3, 1)]), ("validation", 1)]
+    assert ahead.validated == ["figures"]
+    assert ahead.validate is None, "it was asked for once"
+    if last is None:
+        ahead.take(3)
+        assert ahead.validated is None
+        ahead.settle()
+    ahead.close()
+
+
+def test_a_validation_that_fails_ends_the_step() -> None:
+    refit = PlayedRefit()
+    ahead = ahead_of(lambda step: step, 1, None, refit, {})
+
+    def validate() -> Any:
+        raise RewardError("no scorer")
+
+    ahead.validate = validate
+    ahead.take(1)
+    with pytest.raises(RewardError, match="no scorer"):
+        ahead.settle()
+    assert not ahead.engines.held  # type: ignore[attr-defined]
     ahead.close()
 
 
