@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.distributed.deadlines import at_step, validating
 from megarl.errors import StateError
-from megarl.observe.timing import STEP_SECONDS
+from megarl.observe.timing import STEP_SECONDS, VALIDATION_BESIDE
 from megarl.run.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -104,14 +104,23 @@ class _HeldStep:
 
     Args:
         algorithm: that validates.
-        reporting, checkpoints: as of ``run_loop``.
+        reporting, checkpoints, stop: as of ``run_loop``.
+
+    Attributes:
+        save_took: seconds of the step, and of what was done of its save.
     """
 
     def __init__(
-        self, algorithm: Algorithm, reporting: Reporting, checkpoints: CheckpointWriter | None
+        self,
+        algorithm: Algorithm,
+        reporting: Reporting,
+        checkpoints: CheckpointWriter | None,
+        stop: StopRequest,
     ) -> None:
-        self._algorithm, self._reporting, self._checkpoints = algorithm, reporting, checkpoints
+        self._algorithm, self._reporting = algorithm, reporting
+        self._checkpoints, self._stop = checkpoints, stop
         self._row: tuple[int, Mapping[str, float]] | None = None
+        self.save_took = 0.0, 0.0
 
     def keep(self, step: int, row: Mapping[str, float]) -> None:
         """Hold a row back."""
@@ -137,8 +146,11 @@ class _HeldStep:
             figures = _prefixed("validation", validation)
             self._checkpoints.require_metric(figures)
             if self._checkpoints.uncommitted:
+                begun = time.monotonic()
                 with self._reporting.timer.phase("checkpoint"):
                     self._checkpoints.complete(figures)
+                step_s, save_s = self.save_took
+                self._stop.save_took(step_s, save_s + time.monotonic() - begun)
 
     def __enter__(self) -> _HeldStep:
         return self
@@ -167,10 +179,9 @@ def run_loop(
     A validation that can go on beside the next step does. A checkpoint behind it becomes visible with its
     figures, at the end of that step.
     """
-    with _HeldStep(algorithm, reporting, checkpoints) as held:
-        return _run_steps(
-            algorithm, schedule, reporting, checkpoints, first_step, stop or StopRequest(), profiler, held
-        )
+    stop = stop or StopRequest()
+    with _HeldStep(algorithm, reporting, checkpoints, stop) as held:
+        return _run_steps(algorithm, schedule, reporting, checkpoints, first_step, stop, profiler, held)
 
 
 def _run_steps(
@@ -235,9 +246,13 @@ def _run_steps(
                 held.keep(step, row)
             else:
                 reporting.write(step, row, validation)
+        if beside_s := row.get(f"timing/{VALIDATION_BESIDE}_s"):
+            # a stop would have to wait for as long
+            stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
-            stop.save_took(done - begun, max(time.monotonic() - done, checkpoints.seconds[0]))
+            held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
+            stop.save_took(*held.save_took)
             if stop.reason is not None:
                 held.finish()
                 checkpoints.settle(wait=True, is_last=lambda: True)

@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, StateError
 from megarl.observe.console import TrainingConsole
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
 from megarl.observe.sinks import MetricsFileSink, MetricSinks
-from megarl.observe.timing import PhaseTimer
+from megarl.observe.timing import VALIDATION_BESIDE, PhaseTimer
 from megarl.run.loop import Reporting, Schedule, run_loop
 from megarl.run.resume import CheckpointWriter
 from megarl.run.stopping import StopRequest
@@ -85,6 +85,7 @@ def trained(
     stop: StopRequest | None = None,
     in_memory: bool = False,
     metric: str = "validation/accuracy",
+    timer: PhaseTimer | None = None,
 ) -> int:
     """Run the loop with its real log and checkpoints, of which each step makes one."""
     manager = CheckpointManager({"checkpoint_dir": run_dir / "checkpoints", "metric_name": metric})
@@ -92,7 +93,9 @@ def trained(
     writer = CheckpointWriter(manager, {ACTOR: Saved()}, 1, memory=memory)  # type: ignore[dict-item]
     with MetricSinks([MetricsFileSink(run_dir)]) as sinks:
         sinks.truncate_after(first_step if first_step else -1)
-        reporting = Reporting(sinks, TrainingConsole(STEPS, "", console=Console(quiet=True)), PhaseTimer())
+        reporting = Reporting(
+            sinks, TrainingConsole(STEPS, "", console=Console(quiet=True)), timer or PhaseTimer()
+        )
         try:
             return run_loop(algorithm, SCHEDULE, reporting, writer, first_step, stop)  # type: ignore[arg-type]
         except BaseException as error:
@@ -155,6 +158,33 @@ def test_a_stop_waits_for_the_figures(when: str, tmp_path: Path) -> None:
     assert trained(tmp_path, beside, stop=StopRequest([file])) == 4
     assert beside.waited_for == [4] and log(tmp_path)[-1]["validation/accuracy"] == 0.5
     assert infos(tmp_path)["step_4"]["metrics"]["val_accuracy"] == 0.5
+
+
+def test_a_time_limit_leaves_room_for_what_a_stop_would_wait_for(tmp_path: Path) -> None:
+    """A validation beside a step takes none of its time, and the end of a save is in another step."""
+    steps, saves = list[float](), list[tuple[float, float]]()
+
+    class Told(StopRequest):
+        def step_took(self, seconds: float) -> None:
+            steps.append(seconds)
+
+        def save_took(self, step_s: float, save_s: float) -> None:
+            saves.append((step_s, save_s))
+
+    class Timed(Played):
+        timer = PhaseTimer(lambda: 0.0)
+
+        def step(self, step: int) -> dict[str, float]:
+            if self._wanted is not None:
+                self.timer.merge(PhaseTimer(lambda: 0.0), {VALIDATION_BESIDE: 900.0})
+            return super().step(step)
+
+    trained(tmp_path, Timed(True), stop=Told(), timer=Timed.timer)
+    assert [seconds > 900 for seconds in steps] == [False, True, False, False, True, False, False, True]
+    # each step, and again where it was held back
+    assert len(saves) == STEPS + 2 and all(
+        second > first for (_, first), (_, second) in (saves[1:3], saves[4:6])
+    )
 
 
 def test_a_step_that_fails_leaves_the_row_before_it_and_no_checkpoint_without_figures(tmp_path: Path) -> None:
