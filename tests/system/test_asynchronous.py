@@ -227,7 +227,9 @@ def test_lost_engines_cost_a_restart_within_the_launch(
 ) -> None:
     program = Program(tmp_path, material, launches)
     undisturbed = program.finish("undisturbed", *beside(1))
-    launch = program.start("lost", *beside(1), "++cluster.max_restarts=3")
+    # engines that have validated need no refit before they sample: they are lost while they do
+    waiting = f"algorithm={TOYS}:ValidatesInTurn"
+    launch = program.start("lost", *beside(1), waiting, "++cluster.max_restarts=3")
     for kills, step in enumerate((2, 4), 1):
         launch.await_moment(launch.logged(step))
         [engine] = [pid for pid in launch.processes() if (worker_of(pid) or "").startswith(WORKERS)]

@@ -59,6 +59,13 @@ class SerialLagDistillation(Lag, Distillation):
     """Distillation so."""
 
 
+class ValidatesInTurn(GRPO):
+    """GRPO whose training waits for each validation, since it has a validation of its own."""
+
+    def validate(self) -> dict[str, float]:
+        return super().validate()
+
+
 class Delayed(GRPO):
     """GRPO whose sampling and training each take as long as they like; ``DELAY_SEED`` in the environment says
     how long."""
