@@ -126,7 +126,9 @@ PARTS: Mapping[str, Part] = {
     "faults": Part("whole runs with one fault of each kind", ("system/test_faults.py",), spread="no"),
     "restarts": Part("workers and engines lost within a launch", ("system/test_restarts.py",), spread="no"),
     "asynchronous": Part(
-        "sampling beside training, against a serial program", ("system/test_asynchronous.py",), spread="no"
+        "sampling beside training, against a serial program",
+        ("system/test_asynchronous.py", "system/test_scored_parts.py"),
+        spread="no",
     ),
     "gpu": Part(
         "versions, test bodies and the probe for GPUs",

@@ -76,6 +76,19 @@ class RewardedConfig(SampledConfig):
             ),
         ]
     ]
+    logprob_parts: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "shares of a step's prompts whose log-probabilities are computed apart from each other: with "
+                "engines on ranks of their own, those of a share that is complete while others are still "
+                "sampled. Another number changes log-probabilities by rounding; 1 computes them behind the "
+                "last response.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
     overlong_filtering: NotRequired[
         Annotated[
             bool,

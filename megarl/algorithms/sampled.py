@@ -15,6 +15,7 @@ from megarl.algorithms.ahead import HeldEngines, SamplingAhead
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.algorithms.ready_first import LEDGER, Ledger, Order, ReadyFirst, Replay, groups_of
 from megarl.algorithms.sampled_batch import Sampling, load_batches, save_batches
+from megarl.algorithms.scored_ahead import ScoredAhead
 from megarl.algorithms.served import ServedCheck
 from megarl.config.asynchrony import AsyncConfig
 from megarl.config.backend import generation_of
@@ -22,7 +23,7 @@ from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.errors import UnusableCheckpointError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
-from megarl.observe.timing import PhaseTimer, Sequences
+from megarl.observe.timing import LOGPROBS, PhaseTimer, Sequences
 
 __all__ = ["Sampled", "SampledConfig", "Sampling", "answer_metrics", "mean"]
 
@@ -199,7 +200,11 @@ class Sampled(Algorithm):
             # groups are scored in threads of their own, while a validation may run
             self.collector = replace(self.collector, judging=threading.Lock())
             self.ahead = self._ready_first(asynchrony, parts)
-        self._sampling_collector = replace(self.collector, timer=timer)
+        self.scorer: ScoredAhead | None = None
+        parts_of_step: int = at(self.config, "logprob_parts") or 1
+        if parts_of_step > 1 and self.needs_previous_logprobs:
+            self.scorer = ScoredAhead(self.policy, parts_of_step, parts.tokenizer.pad_token_id, parts.timer)
+        self._sampling_collector = replace(self.collector, timer=timer, scorer=self.scorer)
 
     def _ready_first(self, section: AsyncConfig, parts: Parts) -> ReadyFirst | Replay:
         from megarl.models.generation.shared_stream import SharedStream
@@ -344,9 +349,17 @@ class Sampled(Algorithm):
             self.waiting.update(batches)
 
     def close(self) -> None:
-        """Begin to sample nothing more."""
+        """Begin to sample and score nothing more."""
+        if self.scorer is not None:
+            self.scorer.close()
         if self.ahead is not None:
             self.ahead.close()
+
+    @property
+    def needs_previous_logprobs(self) -> bool:
+        """Return whether a pass computes the log-probabilities of the policy before the update; asked for
+        when an algorithm is made."""
+        return False
 
     @property
     def anchors_at_engine(self) -> bool:
@@ -419,19 +432,22 @@ class Sampled(Algorithm):
         reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.collector import PREV_LOGPROBS
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
         batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
+        if previous and PREV_LOGPROBS in samples:
+            batch[PREV_LOGPROBS], previous = samples[PREV_LOGPROBS], False
         if not previous and not reference:
             return batch
         passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
         self.policy.prepare_for_lp_inference()
         if previous:
-            with self.timer.phase("logprobs"):
-                batch["prev_logprobs"] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
+            with self.timer.phase(LOGPROBS):
+                batch[PREV_LOGPROBS] = self.policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
                 self.timer.passed(passed)
         if reference:
             with self.timer.phase("reference_logprobs"):

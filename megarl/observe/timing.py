@@ -24,12 +24,15 @@ ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
 VALIDATION_BESIDE = "validation_beside"
 """Seconds that engines take for a validation while a later step trains."""
 
+LOGPROBS, LOGPROBS_BESIDE = "logprobs", "logprobs_beside"
+"""Seconds of the policy's log-probabilities, and those of them in which engines apart still sample."""
+
 
 def beside_training(phases: Collection[str]) -> frozenset[str]:
     """Return the phases of a run that take none of a step's own time: what engines apart do while it
-    trains."""
-    beside = {GENERATION, ENGINE_IDLE, VALIDATION_BESIDE}
-    return frozenset(beside) if ENGINE_IDLE in phases else frozenset()
+    trains, and what the policy does while they sample."""
+    of_engines = {GENERATION, ENGINE_IDLE, VALIDATION_BESIDE} if ENGINE_IDLE in phases else ()
+    return frozenset((LOGPROBS_BESIDE, *of_engines))
 
 
 STEP_SECONDS = "step_s"

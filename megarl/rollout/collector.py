@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PREV_LOGPROBS = "prev_logprobs"
+"""Column of a batch: log-probabilities of the policy before the update."""
+
 
 class RefittedEngine(Protocol):
     """Engines beside the policy, and how they come by its weights."""
@@ -60,6 +63,26 @@ class RefittedEngine(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """The policy's own pass over responses, part by part; see ``megarl.algorithms.scored_ahead``."""
+
+    def begin(self, segments: Sequence[Segment], generations: int) -> None:
+        """Begin with a batch, whose segments fill as they are sampled."""
+        ...
+
+    def sampled(self, numbers: Iterable[int]) -> None:
+        """Take note of responses that are complete."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until nothing is asked of the policy."""
+        ...
+
+    def take(self, width: int) -> Tensor:
+        """Return the log-probabilities of the batch, [B, width]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """Samples of a batch of prompts.
@@ -75,6 +98,7 @@ class Rollouts:
             turn) and ``token_rewards`` [B, S] float32 (these at the last token of each response); where the
             chat template writes earlier responses otherwise, ``segments`` [B] int64. The tokens of a row are
             then those of the last segment of its response, and ``generation_lengths`` counts those of all.
+            With a ``Scorer``, ``prev_logprobs`` [B, S] float32.
         records: B records, one a row.
         metrics: figures of the environment.
         earlier: columns of ``batch_of`` and ``token_rewards`` of all segments but the last of each response,
@@ -106,6 +130,7 @@ class Collector:
         shared: engines that several collectors ask at once, and who sees to their weights; None where this
             one does.
         judging: as of ``EpisodeRunner``.
+        scorer: scores responses of one turn while others are sampled; None where that comes later.
     """
 
     policy: GenerationInterface
@@ -118,6 +143,7 @@ class Collector:
     encoder: ObservationEncoder | None = None
     shared: SharedStream | None = None
     judging: AbstractContextManager[Any] | None = None
+    scorer: Scorer | None = None
 
     @classmethod
     def of_run(
@@ -189,8 +215,17 @@ class Collector:
             for generation in range(generations)
         ]
         engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
+        if self.scorer is not None:
+            self.scorer.begin([episode.segment for episode in episodes], generations)
         runner = EpisodeRunner(
-            engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder, self.judging
+            engines,
+            self.environment,
+            self.tokenizer,
+            self.timer,
+            self.limits,
+            self.encoder,
+            self.judging,
+            None if self.scorer is None else self.scorer.sampled,
         )
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
@@ -204,6 +239,9 @@ class Collector:
             samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
         # By a product: batch_of has masked rows without a response already.
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
+        if self.scorer is not None:
+            logprobs = self.scorer.take(samples["input_ids"].shape[1])
+            samples[PREV_LOGPROBS] = logprobs.where(samples["sample_mask"][:, None] != 0, 0.0)
         if self.limits.turns > 1:
             samples["turns"] = torch.tensor([episode.turns for episode in episodes])
             samples["ended"] = [str(episode.reason) for episode in episodes]
@@ -285,12 +323,15 @@ class _Engines:
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
         one_turn = self.collector.limits.turns == 1
-        # conversations of one turn wait for the environment together, but for rewards that begin with what is
-        # complete
+        # conversations of one turn wait for the environment together, but for rewards and log-probabilities
+        # that begin with what is complete
         gathers = (
             one_turn
             and getattr(generation, "takes_requests", False)
-            and getattr(self.collector.environment, "scores_ahead", False)
+            and (
+                self.collector.scorer is not None
+                or getattr(self.collector.environment, "scores_ahead", False)
+            )
         )
         if not hasattr(generation, "requests") or (one_turn and not gathers):
             return Waves(
@@ -309,6 +350,9 @@ class _Engines:
     def replace_lost(self, error: MegarlError) -> None:
         if self.collector.engine is None or self.collector.shared is not None:
             raise error
+        if self.collector.scorer is not None:
+            # new engines get weights of the policy, which may be at work
+            self.collector.scorer.wait()
         with self.collector.timer.phase("engine_restart"):
             self.collector.engine.replace_lost_engines(error)
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Number
@@ -170,6 +170,7 @@ class EpisodeRunner:
         judging: entered for each call of an environment that cannot be asked from several threads. None where
             there is one thread: the environment may then begin with rewards while responses are still
             sampled.
+        on_sampled: told each time which episodes have another response, by their numbers.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class EpisodeRunner:
         limits: EpisodeLimits,
         encoder: ObservationEncoder | None = None,
         judging: AbstractContextManager[Any] | None = None,
+        on_sampled: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
+        self._on_sampled = on_sampled
         self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
         # what begins ahead is taken by the next call, which is another group's where groups have threads of
         # their own
@@ -289,6 +292,8 @@ class EpisodeRunner:
         )
         for (number, completion), text in zip(found.items(), texts, strict=True):
             self._write(self._episodes[number], completion, text)
+        if self._on_sampled is not None:
+            self._on_sampled(found)
         self._unanswered += found
 
     def _write(self, episode: Episode, completion: Completion, text: str) -> None:

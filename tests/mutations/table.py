@@ -572,6 +572,24 @@ TABLE: Mapping[str, Row] = {
         "pass",
         ("unit/test_tools.py",),
     ),
+    "asynchrony: a checkpoint is seen before its figures are there": Row(
+        "megarl/run/loop.py",
+        "is_validated=not is_beside",
+        "is_validated=True",
+        ("unit/test_validation_beside.py",),
+    ),
+    "asynchrony: a validation is asked of engines that may get new weights": Row(
+        "megarl/algorithms/ahead.py",
+        "self._engines.held, self._sampled_step = True, ahead",
+        "self._engines.held, self._sampled_step = is_sampled, ahead",
+        ("unit/test_sampling_ahead.py",),
+    ),
+    "parts: new engines get weights while the policy scores": Row(
+        "megarl/rollout/collector.py",
+        "self.collector.scorer.wait()",
+        "pass",
+        ("unit/test_scored_ahead.py",),
+    ),
     "asynchrony: engines get new weights while they sample": Row(
         "megarl/algorithms/ahead.py",
         "        if not self.held:\n            self.refit.bring",

@@ -95,6 +95,7 @@ _FACTS: Mapping[str, Callable[[View], object]] = {
     "schedule": lambda view: view.get(f"{view.algorithm.section()}.async_grpo.schedule"),
     "single_turn": _single_turn,
     "turns": lambda view: view.get(f"{view.algorithm.section()}.max_rollout_turns"),
+    "has_parts": lambda view: view.get(f"{view.algorithm.section()}.logprob_parts", 1) != 1,
     "has_policy_loss": lambda view: view.algorithm.SECTIONS.get("loss_fn") is ClippedPGLossConfig,
 }
 
@@ -457,6 +458,19 @@ ROWS_OF_RUNS = (
         {"grpo.adv_estimator.name": ("grpo", "gdpo"), "grpo.normalize_rewards": False},
         "grpo.normalize_rewards is false: no deviation divides an advantage, and nothing reads it",
         "remove it, or write normalize_rewards: true",
+    ),
+    Row(
+        "parts_are_scored_while_others_are_sampled",
+        {
+            "policy.generation.colocated.enabled": False,
+            "{section}.async_grpo.enabled": False,
+            "{section}.use_dynamic_sampling": False,
+            "{section}.max_rollout_turns": 1,
+        },
+        {"has_parts": True},
+        "{section}.logprob_parts is more than 1: the policy scores finished parts of a step's batch, of one "
+        "turn, while engines on ranks of their own sample the others",
+        "write {first}, or {section}.logprob_parts: 1",
     ),
     Row(
         "schedule_of_sampling",

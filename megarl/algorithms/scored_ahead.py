@@ -1,0 +1,110 @@
+"""Log-probabilities of finished parts of a batch, computed while engines apart still sample the others.
+
+How rows are put together in micro-batches changes their log-probabilities by rounding, and rows that are
+complete first depend on who was faster. So a part is a fixed share of a step's prompts, which is scored as a
+batch of its own once all its responses are complete: what comes out follows from the number of parts alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from megarl.observe.timing import LOGPROBS, LOGPROBS_BESIDE, PhaseTimer, Sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.models.policy.lm_policy import Policy
+    from megarl.rollout.trajectory import Segment
+
+
+class ScoredAhead:
+    """Scores the parts of one batch after another, in a thread; of the policy nobody else asks anything
+    meanwhile.
+
+    Args:
+        policy: whose log-probabilities they are.
+        parts: of a batch.
+        pad_token_id: of token ids.
+        timer: of the step.
+    """
+
+    def __init__(self, policy: Policy, parts: int, pad_token_id: int, timer: PhaseTimer) -> None:
+        self._policy, self._parts, self._pad, self._timer = policy, parts, pad_token_id, timer
+        self._own_timer = PhaseTimer()
+        self._thread = ThreadPoolExecutor(1, "logprobs")
+        self._segments: Sequence[Segment] = ()
+        self._bounds: list[int] = []
+        self._missing: list[int] = []
+        self._coming: dict[int, Future[Tensor]] = {}
+
+    def begin(self, segments: Sequence[Segment], generations: int) -> None:
+        """Begin with a batch.
+
+        Args:
+            segments: one a response, those to a prompt next to each other; complete once ``sampled`` says so.
+            generations: responses a prompt.
+        """
+        prompts = len(segments) // generations
+        bounds = [part * prompts // self._parts * generations for part in range(self._parts + 1)]
+        self._segments, self._bounds, self._coming = segments, bounds, {}
+        self._missing = [end - start for start, end in pairwise(bounds)]
+
+    def sampled(self, numbers: Iterable[int]) -> None:
+        """Take note of responses that are complete, by their numbers in the batch."""
+        for number in numbers:
+            part = bisect_right(self._bounds, number) - 1
+            self._missing[part] -= 1
+            if not self._missing[part]:
+                self._begin_part(part)
+
+    def _begin_part(self, part: int) -> None:
+        rows = self._segments[self._bounds[part] : self._bounds[part + 1]]
+        self._coming[part] = self._thread.submit(self._scored, rows)
+
+    def wait(self) -> None:
+        """Wait until nothing is asked of the policy."""
+        wait(self._coming.values())
+
+    def take(self, width: int) -> Tensor:
+        """Return the log-probabilities of the batch, [B, width] float32, 0 but on sampled tokens, once all
+        its responses are complete.
+
+        Raises:
+            MegarlError: a part could not be scored.
+        """
+        import torch
+        from torch.nn.functional import pad
+
+        for part, missing in enumerate(self._missing):
+            if missing:
+                # conversations that an environment could not begin have no response
+                self._begin_part(part)
+        with self._timer.phase(LOGPROBS):
+            found = [self._coming[part].result() for part in sorted(self._coming)]
+        self._timer.merge(self._own_timer, {})
+        return torch.cat([pad(part, (0, width - part.shape[1])) for part in found])
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _scored(self, rows: Sequence[Segment]) -> Tensor:
+        from megarl.algorithms.train_results import scored_tokens
+        from megarl.distributed.batched_data_dict import BatchedDataDict
+        from megarl.rollout.trajectory import batch_of
+
+        samples = batch_of(rows, self._pad)
+        # without the mask of responses: who is left out is known when all are rewarded
+        inputs: BatchedDataDict[Any] = BatchedDataDict(
+            {name: samples[name] for name in ("input_ids", "input_lengths", "token_mask")}
+        )
+        with self._own_timer.phase(LOGPROBS_BESIDE):
+            self._policy.prepare_for_lp_inference()
+            found: Tensor = self._policy.get_logprobs(inputs, skip_masked=True)["logprobs"]
+            self._own_timer.passed(Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs)))
+        return found
