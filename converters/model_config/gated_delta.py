@@ -101,7 +101,7 @@ def read_gated_delta(
             f"layer_types{found}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers"
         )
         return None
-    layers = tuple(kind == LINEAR for kind in kinds)
+    layers = tuple(kind == LINEAR for kind in listed)
     if not any(layers):
         return None
     net = GatedDeltaNet(
