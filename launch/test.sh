@@ -136,7 +136,7 @@ prepare_torchvision() {
     [[ -d "$MEGARL_TEST_TORCHVISION/torchvision" ]] || run_step "installing torchvision $TORCHVISION" "$MEGARL_TEST_TORCHVISION.log" \
         "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --target "$MEGARL_TEST_TORCHVISION" \
         --constraint "$CONSTRAINTS" "torchvision==$TORCHVISION"
-    : >"$MEGARL_TEST_TORCHVISION/torchvision/_meta_registrations.py"
+    [[ ! -d "$MEGARL_TEST_TORCHVISION/torchvision" ]] || : >"$MEGARL_TEST_TORCHVISION/torchvision/_meta_registrations.py"
 }
 
 # Puts pip-audit where the test alone finds it: what comes with it would stand before the environment's own packages.
