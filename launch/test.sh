@@ -105,7 +105,7 @@ run_part() {
     say "part $name: $(took "$from")"
     [[ -z "$next" ]] || ((status == 0)) || say "megatron-core $next breaks what failed; $NEWEST_MEGATRON passes: --part newest-megatron"
     # a part of which arguments chose some tests has not passed as a whole
-    ((status != 0 || $# > 0)) || "$VENV/bin/python" -m tests.parts --passed "$name"
+    [[ "$status" != 0 || ${#chosen[@]} -gt 0 || -n "$only" ]] || "$VENV/bin/python" -m tests.parts --passed "$name"
     # 5: a choice of pytest's own, such as -k, left nothing of it
     ((status == 5)) || return "$status"
 }

@@ -384,6 +384,24 @@ def python312(clone: Clone) -> None:
     clone.variables["MEGARL_PYTHON"] = "python3.11"
 
 
+def test_a_part_that_passed_as_a_whole_is_noted_with_its_commit(clone: Clone) -> None:
+    def git(*words: str) -> str:
+        person = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *person, *words], cwd=clone.root, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "all")
+    noted = clone.root / "tests/parts_passed.tsv"
+    before = noted.read_text() if noted.exists() else ""
+    assert clone.run("bash", "launch/test.sh", "--part", "units", "-x").returncode == 0
+    assert (noted.read_text() if noted.exists() else "") == before, "a choice of tests is no whole part"
+    assert clone.run("bash", "launch/test.sh", "--part", "units").returncode == 0
+    assert f"units\t{git('rev-parse', '--short', 'HEAD')}\n" in noted.read_text()
+
+
 def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
     for name in ("units", "vllm-1", "newest-converters", "kernels", "audit"):
         done = clone.run("bash", "launch/test.sh", "--part", name, "-x")
