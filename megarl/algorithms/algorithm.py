@@ -96,8 +96,8 @@ class Algorithm(AlgorithmSpec, ABC):
         return {}
 
     def validate_beside(self) -> bool:
-        """Have the validation of the step that has ended go on beside the next one, with the weights of now,
-        or return False where this run cannot: ``validate`` is called then."""
+        """Have the last step validated while the next one trains, with the current weights; return False
+        where this run cannot, and ``validate`` is to be called."""
         return False
 
     def validated_beside(self) -> dict[str, float] | None:

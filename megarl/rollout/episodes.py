@@ -308,7 +308,7 @@ class EpisodeRunner:
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
     def _have(self, name: str) -> bool:
-        """Whether any environment of these episodes has an attribute of that name that is not 0."""
+        """Return True if an environment of these episodes has an attribute of that name that is not 0."""
         return any(getattr(owner, name, None) for owner in self._kinds)
 
     def _may_go_on(self, episode: Episode) -> bool:

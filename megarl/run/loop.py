@@ -100,7 +100,7 @@ class Reporting:
 
 
 class _HeldStep:
-    """A step whose validation goes on beside the next one: its row and its checkpoint wait for the figures.
+    """A step that is validated while the next one trains: its row and its checkpoint wait for the figures.
 
     Args:
         algorithm: that validates.
@@ -156,7 +156,7 @@ class _HeldStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # the run fails, and goes on from an earlier step: the row is for whoever looks for the reason
+        # The run fails, and is resumed from an earlier step: the row helps to find the reason.
         if self._row is not None:
             self._reporting.write(*self._row, {})
 
@@ -176,8 +176,8 @@ def run_loop(
     The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved
     because its time limit is near goes on if that save left time for another step.
 
-    A validation that can go on beside the next step does. A checkpoint behind it becomes visible with its
-    figures, at the end of that step.
+    A step is validated while the next one trains, where that is possible. Its checkpoint then gets its name
+    with the figures, at the end of the next step.
     """
     stop = stop or StopRequest()
     with _HeldStep(algorithm, reporting, checkpoints, stop) as held:

@@ -386,7 +386,7 @@ class CheckpointWriter:
     ) -> None:
         """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also
         where an error ends the run, and forget it where the run is to end at once. One that waits for figures
-        is forgotten: whoever went on from it would never have them."""
+        is removed: a run resumed from it would never log them."""
         if self.uncommitted:
             self._discard(self.uncommitted.pop().path)
         if self.in_flight and not (error is None or isinstance(error, Exception)):

@@ -3,42 +3,21 @@ code; compiled for three devices."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl import env
-from tests.tiers import ROOT, slow
+from tests.unit.interpreted import NEEDS_TRITON, interpreted
 
-pytestmark = [
-    slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None,
-        reason="no Triton here: bash launch/test.sh --part kernels installs it",
-    ),
-]
-# the tests' own process must not interpret: it compiles
-INTERPRETED = {**env.snapshot(), "TRITON_INTERPRET": "1", "MEGARL_GATED_DELTA_KERNEL": "1"}
+pytestmark = NEEDS_TRITON
 
 
 @pytest.mark.parametrize("path", ["tests/unit/test_gated_delta.py", "tests/dist/test_gated_delta.py"])
 def test_the_tests_of_the_pytorch_code_hold_for_the_kernels(path: str) -> None:
     """Against the recurrence token by token in float64: packed, of odd ends, and shared over 2, 4 and 8
     ranks. With a kernel whose sign is wrong they fail."""
-    options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, path],
-        cwd=ROOT,
-        env=INTERPRETED,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", path)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100], ids=["A100", "H100", "B200"])

@@ -3,46 +3,20 @@ compiled for three devices."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl import env
-from tests.tiers import ROOT, slow
+from tests.unit.interpreted import NEEDS_TRITON, interpreted
 from tests.unit.logit_passes import BY_KERNELS, VARIANTS
 
-pytestmark = [
-    slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None,
-        reason="no Triton here: bash launch/test.sh --part kernels installs it",
-    ),
-]
-# the tests' own process must not interpret: it compiles
-INTERPRETED = {**env.snapshot(), "TRITON_INTERPRET": "1", "MEGARL_LOGPROB_KERNEL": "1"}
+pytestmark = NEEDS_TRITON
 # half a unit in the last place of a gradient up to 2, which is handed back in the dtype of the logits;
 # Triton's interpreter cuts bfloat16 off where a device rounds it
 SPACING = {"torch.bfloat16": 2**-7, "torch.float16": 2**-11}
-
-
-def interpreted(*module: str) -> str:
-    """What a Python module prints where the kernels run in Triton's interpreter."""
-    ran = subprocess.run(
-        [sys.executable, "-m", *module],
-        cwd=ROOT,
-        env=INTERPRETED,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
 
 
 @pytest.fixture(scope="module")
