@@ -67,6 +67,8 @@ class AdaptedSource(HuggingFaceSource):
         tensor, place = members[0]
         (first, last), others = box[0], tuple(slice(start, stop) for start, stop in box[1:])
         if place.index is None and place.shape == tensor.shape and tensor.name in self.adapter.factors:
+            # A plain matrix: no column of the product depends on another, so only the wanted box is read and
+            # merged.
             block = super().read(name, slices)
             return self.adapter.merge(tensor.name, block, first, torch.float32, columns=box[1])
         # the adapter's rows are those of its tensors, which may lie between one another here

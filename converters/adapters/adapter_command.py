@@ -135,6 +135,7 @@ def convert_adapter(
     else:
         adapter = open_megatron_adapter(source, hf_directory, ignored)
         written = write_peft_adapter(adapter, target, overwrite=overwrite)
+        # The first key is a lora_A, whose first dimension is the rank.
         rank = adapter.shape(next(iter(adapter.keys())))[0]
         facts = {"target": str(target), "format": "peft", "family": adapter.family, **written, "rank": rank}
         if adapter.left_out:

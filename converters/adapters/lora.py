@@ -124,6 +124,8 @@ class LoraAdapter:
             return merged.to(dtype or rows.dtype)
         factors, stop = self.factors[name], start + rows.shape[0]
         if factors.is_embedding:
+            # PEFT stores those of an embedding as A [rank, vocabulary] and B [hidden, rank]: the rows are A's
+            # columns.
             up = self._read(factors.down, columns=(start, stop)).T
             down = self._read(factors.up).T.contiguous()
         elif factors.place is not None:
@@ -136,6 +138,7 @@ class LoraAdapter:
             torch.empty(rows.shape, dtype=dtype or rows.dtype),
             torch.promote_types(rows.dtype, torch.float32),
         )
+        # Blocks bound the temporaries alone: an element's ranks are summed in the same order in any of them.
         step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
         for begin in range(0, rows.shape[0], step):
             block = slice(begin, begin + step)
@@ -145,6 +148,8 @@ class LoraAdapter:
     def _of_expert(
         self, factors: Factors, place: TensorLocation, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
+        # PEFT views A as [experts, rank, in] but B as [out, rank, experts]: an expert has adjacent rows of A,
+        # and of B every ``experts``-th column.
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
@@ -165,6 +170,8 @@ class LoraAdapter:
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings
         for name in sorted(set(self.source.keys()) - replacements.names):
+            # PEFT moves a wrapped module to base_layer, and saves that of an embedding along with the
+            # adapter.
             base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
             if (
                 name.endswith(".base_layer.weight")
@@ -183,6 +190,8 @@ class LoraAdapter:
         fitted: dict[str, Factors] = {}
         stacks = expert_stacks(tensors)
         for module, names in found.items():
+            # PEFT wraps a module once for each target parameter, so that one with two stacks has two such
+            # suffixes.
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
             candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
             if candidates:
@@ -215,6 +224,8 @@ class LoraAdapter:
                 and not stack.startswith(untrained)
             ):
                 problems.append(f"missing: {stack}, which target_parameters lists")
+        # Only now: a wrapper's prefix makes every name unknown, and one message then stands for the whole
+        # list.
         if problems:
             self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
@@ -271,6 +282,7 @@ class LoraAdapter:
         dtypes = [self.source.dtype(name) for name in (down, up)]
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
+        # Looked up before the loop below overwrites them.
         again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
         for tensor, place in stacks[fitting[0]]:
             scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
@@ -328,6 +340,8 @@ def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Me
 
 def _product(up: Tensor, down: Tensor) -> Tensor:
     """[n, r] by [r, columns]: term by term, each rounded on its own, which is the same whatever n is."""
+    # No matmul: it chooses the order of its sums by the number of rows, and no addcmul, which may round
+    # product and sum once.
     total = torch.zeros(up.shape[0], down.shape[1])
     term = torch.empty_like(total)
     for rank in range(down.shape[0]):

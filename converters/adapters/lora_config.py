@@ -103,6 +103,7 @@ def is_among(name: str, targets: frozenset[str]) -> bool:
 
 
 def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
+    # The expression of PEFT's get_pattern_key, so that both find the same pattern.
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
@@ -155,6 +156,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             "at hand"
         )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
+    # Releases of peft add keys; one that is off asks for nothing.
     return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
 
 

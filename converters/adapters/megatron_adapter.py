@@ -188,6 +188,7 @@ def said_of(
         ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
     """
     if kept is not None:
+        # A conversion stores factors that were never cut over ranks, hence the 1.
         return kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1
     path = find_run_config(directory)
     if path is None:
@@ -248,7 +249,9 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     return sorted(targets)
 
 
+# ``_w`` and ``_v``: gate and up as Megatron-Core names them when it saves the halves of a SwiGLU layer apart.
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
+# No layer's number in the key: layers are stacked along a leading dimension.
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
 _FIX = (
     "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's "
@@ -292,6 +295,7 @@ class MegatronAdapter:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = find_checkpoint(directory)
         checkpoint = TorchDistCheckpoint(self.directory)
+        # Optimizer state has the parameters' keys behind these prefixes; it is no part of the adapter.
         found = {
             key
             for key in checkpoint
@@ -372,6 +376,7 @@ class MegatronAdapter:
         """See ``AdapterSource``."""
         factor = self._factors[name]
         (first, last), (left, right) = whole(factor.shape) if box is None else box
+        # The empty piece gives an empty box its width and dtype, because torch.cat refuses an empty list.
         pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0
         for start, stop in factor.runs:
             low, high = max(first, position), min(last, position + stop - start)
@@ -400,6 +405,7 @@ class MegatronAdapter:
         )
 
     def _common_rank(self, rules: list[Rule]) -> int:
+        # linear_in is [..., rank, in]: the grid of stacked layers stands in front.
         ranks = {
             place.key: self._tensors.shape(place.key)[-2]
             for rule in rules

@@ -77,6 +77,7 @@ class Replacements:
                     if is_among(module, frozenset({target}))
                 )
                 self._add(stored, f"{module}.weight", next(listed, None))
+            # PEFT saves the head of a tied model by its own name, which the base checkpoint does not have.
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [
@@ -126,6 +127,7 @@ class Replacements:
     def _tie(self) -> Iterator[str]:
         """Take the output layer of a tied model away, where it is the embedding's; else say that they
         differ."""
+        # Removed in any case: a tied model has no head of its own to change.
         embedding, head = self.found.get(self._embedding), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:
             return  # PEFT trains the tokens of a tied embedding on both sides
