@@ -5,8 +5,8 @@ and pictures.
   then differ by.
 * ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a
   different token, everything after it would differ.
-* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training; and without a bound on what
-  old answers weigh.
+* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training, or up to k steps where what
+  is complete first is trained first; and without a bound on what old answers weigh.
 * ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different
   random numbers, so that their answers, and what is learned from them, are equal in distribution only.
 
@@ -135,12 +135,33 @@ UNBOUNDED = (
     ),
     *("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_max=1.0e9", "loss_fn.ratio_clip_c=1.0e9"),
 )
-ASYNCHRONY = {
+KS = (1, 2, 4, 8)
+
+
+def _in_order(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> Way:
+    return Way(layers=BESIDE, changes=(f"{AGE}={age}", *changes), measures=measures)
+
+
+def _ready_first(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> Way:
+    # As many batches ahead as the age allows: with one, what is complete first is seldom older than a step.
+    schedule = (
+        "grpo.async_grpo.schedule=ready_first",
+        f"grpo.async_grpo.lookahead_steps={age}",
+    )
+    return _in_order(age, *schedule, *changes, measures=measures)
+
+
+IN_ORDER = {
     # those of both panels first, so that each has one colour
-    **{f"k = {age}": Way(layers=BESIDE, changes=(f"{AGE}={age}",), measures=AGES) for age in (1, 2, 4, 8)},
-    "k = 0": Way(layers=("apart.yaml",), measures=(ACCURACY, REWARD)),
-    "k = 8, no bound": Way(layers=BESIDE, changes=(f"{AGE}=8", *UNBOUNDED), measures=(ACCURACY, REWARD)),
+    **{f"k = {age}": _in_order(age) for age in KS},
+    "k = 0": Way(layers=("apart.yaml",), measures=AGES[:2]),
+    "k = 8, no bound": _in_order(8, *UNBOUNDED, measures=AGES[:2]),
 }
+READY_FIRST = {
+    **{f"ready first, k = {age}": _ready_first(age) for age in KS},
+    "ready first, k = 8, no bound": _ready_first(8, *UNBOUNDED, measures=AGES[:2]),
+}
+ASYNCHRONY = {**IN_ORDER, **READY_FIRST}
 EXPERIMENTS: Mapping[str, Experiment] = {
     "asynchrony": Experiment(
         ASYNCHRONY,
@@ -148,12 +169,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "": (
                 "GRPO on answers that are k steps old",
                 {
-                    "greedy validation accuracy": dict.fromkeys(ASYNCHRONY, ACCURACY),
-                    "effective sample share": {
-                        name: way.measures[2] for name, way in ASYNCHRONY.items() if len(way.measures) > 2
-                    },
+                    "greedy validation accuracy": dict.fromkeys(IN_ORDER, ACCURACY),
+                    "effective sample share": {f"k = {age}": AGES[2] for age in KS},
                 },
-            )
+            ),
+            "-ready-first": (
+                "GRPO on the groups that are complete first, up to k steps old",
+                {
+                    "greedy validation accuracy": dict.fromkeys(READY_FIRST, ACCURACY),
+                    "effective sample share": {f"ready first, k = {age}": AGES[2] for age in KS},
+                },
+            ),
         },
     ),
     "algorithms": Experiment(
