@@ -83,6 +83,7 @@ def _tensors(
     begins: Sequence[Mapping[int, int]],
 ) -> Iterator[FullTensor]:
     for rule, shape, there in zip(rules, shapes, begins, strict=True):
+        # A tied output layer repeats the embedding, which has emitted the weight already.
         if not rule.emits:
             continue
         layouts = _layouts(rule, tuple(shape), ranks, architecture)
@@ -101,13 +102,13 @@ def _tensors(
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
-    """Whether every rank has, in its own shard of a parameter, all that the engine's rank beside it reads of
-    it.
+    """Return whether every rank has, in its own shard of a parameter, all that the engine's rank on the same
+    device reads of it.
 
     Args:
         rule: of the parameter.
         layouts: of the shards, by rank.
-        wanted: by rank, what the engine's rank beside it reads.
+        wanted: by rank, what the engine's rank on its device reads.
     """
     parts = enumerate(rule.parts) if rule.emits else ()
     return all(
@@ -118,15 +119,15 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
 
 
 def _is_read(rule: Rule, slices: Slices) -> bool:
-    """Whether a rank of an engine reads anything of a parameter."""
+    """Return whether a rank of an engine reads anything of a parameter."""
     return any(part.name not in slices or slices[part.name].length > 0 for part in rule.parts)
 
 
 class Reach(enum.IntEnum):
-    """How far the shards of a parameter travel within a pipeline stage."""
+    """Distance that the shards of a parameter travel within a pipeline stage."""
 
     OWN = 0
-    """Nowhere: each rank has what is read beside it."""
+    """Nowhere: each rank has what is read on its device."""
     TENSOR = 1
     """To the ranks that it is cut over."""
     ALL = 2
@@ -149,7 +150,7 @@ def reach_of(
     wanted: Sequence[Slices],
     everybody: Collection[Beside],
 ) -> Reach:
-    """How far the shards of a parameter travel where each rank is to have what is read beside it.
+    """Return how far the shards of a parameter travel so that each rank has what is read on its device.
 
     Args:
         rule: of the parameter.
@@ -159,6 +160,7 @@ def reach_of(
         everybody: all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
+    # First the far way: a rank that lacks the expert needs it, however the expert itself is cut.
     if of_expert and any(_is_read(rule, wanted[one.engine]) for one in everybody if one.owner != owner):
         return Reach.ALL
     having = [one for one in everybody if not of_expert or one.owner == owner]
@@ -168,8 +170,9 @@ def reach_of(
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
-    """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
+    """Return whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
     overlap."""
+    # An engine with expert parallelism reads nothing of other ranks' experts.
     if where is not None and not where.length:
         return True
     start, stop = (
@@ -230,6 +233,7 @@ def _copies(
             source = begin + first[0] * width + first[1]
             target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
             rows, columns = map(len, both)
+            # Whole rows on both sides are one run of memory: one plain copy in place of a strided one.
             if rows * columns and columns == width == len(wanted[1]):
                 yield Copy.run_of(rows * columns, source, target)
             elif rows * columns:
@@ -239,7 +243,7 @@ def _copies(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a
+    """Location of one parameter: its pipeline stage, its expert-parallel rank (0 where all have it), and a
     rank's shard of it."""
 
     rule: Rule
@@ -301,6 +305,7 @@ class _Bucket:
         owners, self.source, self.group = [own], None, cut.tensor if len(shard_ranks) > 1 else None
         if reach is Reach.ALL and experts is not None and experts.model_size > 1:
             owners = sorted({entry.owner for entry in entries})
+            # Experts of one rank are broadcast; rounds of as many experts of each rank are one all-gather.
             if len(owners) == 1:
                 self.source = owners[0]
             else:
@@ -312,6 +317,7 @@ class _Bucket:
             cut.tensor_rank
         )
         self.names = [entry.name for entry in entries if entry.owner == own]
+        # The unpacking checks that all rows are of one length, which the all-gather relies on.
         [self.length] = {
             sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners
         }
@@ -382,6 +388,7 @@ def _set_out(
             if pending is not None:
                 pending.wait()
             pending = dist.all_gather_into_tensor(shards.view(-1), own, group=bucket.group, async_op=True)
+    # Full rows, after they are gathered: other stages then need no gathering of their own.
     if everywhere and groups.pipeline_size > 1 and bucket.length:
         if pending is not None:
             pending.wait()
@@ -458,7 +465,9 @@ class WeightStream:
             )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
+        # Positions of all ranks, so that each finds by itself the same way for every parameter.
         dist.all_gather_object(everybody, here)
+        # The paths of collectives have to be the same on all ranks, so all or none take slices.
         if any(one.engine < 0 for one in everybody):
             return {}
         shapes = {
@@ -477,7 +486,7 @@ class WeightStream:
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
-        """How far the shards of parameters travel that travel together."""
+        """Return how far the shards of parameters travel that travel together."""
         ranks = self._cut(unit[0]).tensor_size
         layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
         return max(
@@ -486,14 +495,14 @@ class WeightStream:
         )
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's rank beside this one reads, in the order of all weights: slices of those that
-        were agreed on, and the others whole. Collective."""
+        """Return what the engine's rank on this device reads, in the order of all weights: slices of those
+        that were agreed on, and the others in full. Collective."""
         return self._joined(
             GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
         )
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the
+        """Return the weights of this rank's pipeline stage, in the order of all weights. Collective among the
         ranks of the stage alone, but for the first time, when all ranks have to come."""
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
@@ -548,6 +557,7 @@ class WeightStream:
         held: Mapping[str, torch.Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
+        # After the plan, which needs names and shapes alone: merging adapters is done per bucket.
         held = self._exported(held)
         chosen = self._sliced if sliced else self._buckets
         buckets = (
@@ -565,6 +575,7 @@ class WeightStream:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
+        # groupby and no sort: the order of all weights is the order in which they are exported.
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
@@ -610,8 +621,8 @@ class WeightStream:
         return found
 
     def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
-        """What neighbours have in common that come together; of those that all take from one rank that has
-        them, also that rank."""
+        """Return what neighbours have in common that come together; of those that all take from one rank that
+        has them, also that rank."""
         owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
         return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
 
