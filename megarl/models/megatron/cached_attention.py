@@ -1,5 +1,5 @@
-"""What Megatron's attention lacks to decode rows that are padded on the left: ``DecodedRows`` as its cache,
-and rotation by each row's positions.
+"""Attention of Megatron that decodes rows that are padded on the left: with ``DecodedRows`` as its cache, and
+with rotation by each row's positions.
 
 Keys are rotated by the positions of their own rows before they are cached; Megatron rotates all cached keys
 again in every pass.
@@ -51,6 +51,7 @@ class CachesRows:
             query,
             *self.rows.store(self.layer_number, key, value),
             rotary_pos_emb,
+            # No mask of Megatron's: the core attention is causal and leaves each row's padding out by itself.
             AttnMaskType.no_mask,
             None,
         )
@@ -73,6 +74,7 @@ class RowSelfAttention(CachesRows, SelfAttention):
         self._angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         self._positions = None if packed_seq_params is None else packed_seq_params.positions
         try:
+            # None: Megatron-Core rotates nothing, and get_query_key_value_tensors below has done it.
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
             # Nothing is kept beyond the pass: angles are of one micro-batch's length.
@@ -130,6 +132,7 @@ def decoding(
     with contextlib.ExitStack() as stack:
         for attention in (module for stage in stages for module in stage.modules()):
             if isinstance(attention, RowSelfAttention | MLASelfAttention):
+                # Transformer Engine's, which has no masks of rows.
                 if not hasattr(attention.core_attention, "rows"):
                     stack.enter_context(_replaced(attention, portable(attention)))
                 for part in (attention, attention.core_attention):

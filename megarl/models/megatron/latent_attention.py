@@ -43,6 +43,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # A hook, because the projection is called in the middle of a long method of Megatron-Core.
         self.linear_kv_down_proj.register_forward_hook(self._whole)
         self.rotary_pos_emb.positions = None
         self.rotary_pos_emb.register_forward_hook(_of_positions)
@@ -90,6 +91,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
         together."""
         combined, bias = output
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        # By its width: which of the two it is depends on the layer spec and the release.
         cut = combined.shape[-1] != width
         if cut:
             combined = gather_from_tensor_model_parallel_region(combined)
@@ -97,7 +99,9 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
             # Megatron-Core gathers the rotated part of this again, and adds up its gradients there
             return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        shared: torch.Tensor = _SummedGradients.apply(rotated, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        shared: torch.Tensor = _SummedGradients.apply(  # type: ignore[no-untyped-call]
+            rotated, self.pg_collection.tp
+        )
         return torch.cat([latent, shared], dim=-1), bias
 
 
