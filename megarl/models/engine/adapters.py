@@ -5,6 +5,9 @@ B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is
 factors have PEFT's names, whatever a backend fuses.
 """
 
+# A PeftDirectory has keys() and is no mapping: "in" would not ask for its names.
+# ruff: noqa: SIM118
+
 from __future__ import annotations
 
 import contextlib
@@ -176,6 +179,7 @@ class AdapterSettings:
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
         ends -= {name.rpartition(".")[2] for name in rest}
+        # By the last part of a name where all such layers have an adapter: PEFT reads it as a suffix.
         targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
         return {
             "peft_type": "LORA",
@@ -249,13 +253,16 @@ class FirstFactors:
                     f"{list(shape)}"
                 )
             return stored
+        # One factor is zero, so that training begins with the base; PEFT's choice for an embedding is A.
         if letter == ("A" if is_embedding(module) else "B"):
             return torch.zeros(shape)
+        # By the layer's name: neither the order of layers nor the ranks that hold them change the numbers.
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if letter == "B":
             return torch.randn(shape, generator=generator)
         if self._settings.init == "kaiming":
+            # kaiming_uniform_ with a = sqrt(5), PEFT's choice: its bound is 1 / sqrt(inputs).
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
         deviation = (
             math.sqrt(2 / (width + self._settings.rank))
@@ -273,7 +280,7 @@ class FirstFactors:
         """Return the weight of the base that the adapter to go on from has with it, as PEFT keeps those of
         embedding and output layer."""
         name = f"{PEFT_PREFIX}{module}{_BASE}"
-        return self._source.read(name) if self._source is not None and name in self._source.keys() else None  # noqa: SIM118 - no mapping
+        return self._source.read(name) if self._source is not None and name in self._source.keys() else None
 
     def _read(self, source: PeftDirectory, module: str, letter: str) -> torch.Tensor:
         if module not in self._stacked:
@@ -296,7 +303,7 @@ class FirstFactors:
             for letter in "AB"
         }
         wanted |= {SAVED_SCORE} if self._settings.scores else set()
-        stored = {name for name in source.keys() if not name.endswith(_BASE)}  # noqa: SIM118 - no mapping
+        stored = {name for name in source.keys() if not name.endswith(_BASE)}
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
             raise self._refusal(
@@ -367,6 +374,7 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
         settings: of the adapters.
     """
     everywhere = [""] * dist.get_world_size()
+    # All ranks raise alike: a rank with the right rows would go on into the next collective.
     dist.all_gather_object(everywhere, module)
     modules = [found for found in everywhere if found]
     if modules:

@@ -85,6 +85,7 @@ def _forward(
             reads + chunk * size * keys + token[:, None] * keys + key[None, :], mask=in_reads, other=0.0
         )
         wanted = tl.load(solved + chunk * size * values + of_tokens, mask=in_tokens, other=0.0)
+        # ieee: TF32 would round states, which go through hundreds of chunks, to 10 bits.
         correction = wanted - tl.dot(read, state, input_precision="ieee")
         tl.store(corrections + chunk * size * values + of_tokens, correction, mask=in_tokens)
         write = tl.load(
@@ -185,6 +186,7 @@ class _Passage(torch.autograd.Function):
             *ctx.shape,
             **_blocks(*ctx.shape[1:3]),
         )
+        # Outside of the kernel, as batched products: these gradients have no order of chunks.
         of_reads, of_written = -(total @ before.mT), after @ corrections.mT
         return total, of_reads, of_written, (after * before).sum((-2, -1)), None, None, None
 
@@ -222,5 +224,7 @@ def passage(
         chunks_of_run: [R] int32, chunks of the runs in order, falling.
     """
     contiguous = (tensor.contiguous() for tensor in (solved, reads, written, keeps))
-    before, corrections, final = _Passage.apply(*contiguous, initial, first_chunks, chunks_of_run)  # type: ignore[no-untyped-call]
+    before, corrections, final = _Passage.apply(  # type: ignore[no-untyped-call]
+        *contiguous, initial, first_chunks, chunks_of_run
+    )
     return before, corrections, final

@@ -78,6 +78,7 @@ class UnshardPlan:
     def __init__(self, tensors: Iterable[FullTensor]) -> None:
         self._length = 0
         self.places: list[BufferRegion] = []
+        # Copies of a regular form become one strided copy: Python runs once for thousands of them.
         self._copies = merged([copy for tensor in tensors for copy in self._add(tensor)])
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
@@ -200,8 +201,8 @@ class GatherStream(FlatBucketIterator):
         self._pairs = None
 
     def _is_at_end(self) -> bool:
-        """Whether no tensor is left, after going on to the next bucket in flight where none is left of the
-        present one."""
+        """Return whether no tensor is left, after going on to the next bucket in flight where none is left of
+        the present one."""
         while self._next == self._count:
             self._leave()
             arrived = next(self._arrived, None)
@@ -217,6 +218,7 @@ class GatherStream(FlatBucketIterator):
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._unshard_plan is not None
+        # Given out one by one a tensor may be kept, so its memory must not become spare.
         self._kept = True
         if self._pairs is None:
             self._pairs = iter(self._unshard_plan.tensors_from(self._next, self._flats))

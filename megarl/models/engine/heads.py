@@ -47,7 +47,7 @@ class Head(Protocol):
     """Turns the output layer's answer for a micro-batch into a result."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """What the output layer is asked for; None for the logits of all positions."""
+        """Return the request to the output layer; None for the logits of all positions."""
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
@@ -87,6 +87,7 @@ class LogprobHead:
     def asks(self, model_input: ModelInput) -> Request | None:
         """See ``Head``."""
         index = model_input.scored
+        # Without a request the product stays the backend's own, with whatever it fuses.
         if index is None and self.chunk_size is None:
             return None
         targets, further = model_input.targets.flatten(), self._further(model_input)
@@ -249,6 +250,7 @@ class ValueHead:
             output: [n, t, 1]; temperatures are of no concern here.
             model_input: what went in.
         """
+        # float32: a 16-bit value would round returns and advantages, which are differences of values.
         values = model_input.to_token_rows(output.squeeze(-1).float())
         positions = torch.arange(values.shape[1], device=values.device)
         inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]

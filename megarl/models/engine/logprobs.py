@@ -114,11 +114,13 @@ def _kept_bounds(
     bounds = torch.empty(tokens, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
+        # Full width with minus infinity: all ranks gather equal shapes, and padding is never kept.
         scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=dtype)
         scaled[:, :own] = logits[rows, :own]
         # Divided before top-k, as generation does it: rounding may make two logits equal, and ties are then
         # kept on both sides.
         largest = _divided(scaled, sampling.temperature)
+        # With top-k the k largest of each rank hold the k largest of all: few columns travel.
         if candidates < width:
             largest = largest.topk(candidates, dim=-1).values
         bounds[rows] = smallest_kept(_columns_of_all(largest, shard), sampling)
@@ -149,6 +151,7 @@ def _local_statistics(
     own = shard.own(columns)
     statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
     if own == 0:
+        # A rank with padding alone: its maximum must not win, and its sum of 0 adds nothing.
         statistics[0] = -torch.inf
         return statistics
     if (kernels := _kernels_for(logits)) is not None:

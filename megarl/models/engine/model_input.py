@@ -104,6 +104,7 @@ class ModelInput:
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
         starts = self.layout.starts or (0, self.micro_batch.length)
+        # On every context rank in full: the loss divides and compares whole rows.
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
         if self.places is None:
             return whole[:, :width]

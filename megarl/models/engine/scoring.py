@@ -35,6 +35,7 @@ def scoring_config(hf_config: Any) -> Any:
     Raises:
         ModelError: transformers has no such class for the model, or the model scores otherwise.
     """
+    # A copy: the caller's config still describes the files.
     config = copy.deepcopy(hf_config)
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
@@ -54,10 +55,11 @@ def scoring_config(hf_config: Any) -> Any:
 
 
 def said_of_scoring(config: Any) -> dict[str, Any]:
-    """What ``scoring_config`` changed, as a ``config.json`` says it."""
+    """Return what ``scoring_config`` changed, as a ``config.json`` has it."""
     said = config.to_dict()
     keys = ("architectures", "id2label", "label2id", "pad_token_id")
     return {
+        # JSON has text keys alone, as in a config.json that transformers writes.
         key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key]
         for key in keys
     }
@@ -108,6 +110,7 @@ class _WithNewScore(HuggingFaceSource):
     """
 
     def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:
+        # On the CPU and from its own generator, so that every backend and layout gets the same layer.
         self._score = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * deviation
         super().__init__(directory)
 

@@ -50,6 +50,7 @@ class SendingWorker(WorkerState):
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
         """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on
         all but the first."""
+        # Only the first time: the manifest follows from names and shapes, which never change afterwards.
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
@@ -112,8 +113,10 @@ class SendingWorker(WorkerState):
     def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
         self.prepare_refit_info()
         if self._handing is not self._sender:
+            # An earlier choice of slices, which a new engine may not share; the buffers go with it.
             self._handing.close()
             self._handing = self._sender
+        # Factors of adapters are small, and go to every rank of an engine in full.
         if wanted is None or self._sends_adapter:
             return []
         beside = self._engine_rank_beside(wanted)
@@ -123,6 +126,7 @@ class SendingWorker(WorkerState):
         manifest = self._sender.manifest.sliced(slices)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (host_identity(), beside))
+        # One rank publishes for each engine rank of a host: the first of those that serve it.
         here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
         self._sender.close()
         self._handing = self._new_sender(self.backend.export_slices, slices=here)
@@ -153,6 +157,7 @@ class SendingWorker(WorkerState):
         try:
             room = self._begin_together()
         except BaseException as error:
+            # Before the error goes on: ranks of engines wait in the mailbox and would hear of nothing else.
             self._handing.refuse(session, ticket, error)
             self._handing.give_up()
             raise
@@ -253,6 +258,7 @@ class SendingWorker(WorkerState):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
+            # Ranks that send nothing take part in the gathers, and a sender that broke off ends them too.
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:
