@@ -127,6 +127,7 @@ class EngineGroup(RolloutEngine):
                 )
                 group.get_all_worker_results(joined, timeout_s=self._workers.init_timeout_s)
             except BaseException:
+                # Engines that wait for the others of their nodes answer no polite request.
                 group.shutdown(force=True)
                 raise
         return group
@@ -223,8 +224,8 @@ class EngineGroup(RolloutEngine):
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the ranks of the engines read, as their loaders were seen to do; None for engines of one rank,
-        which read all. Asked of the engines once."""
+        """Return what the ranks of the engines read, as their loaders were seen to do; None for engines of
+        one rank, which read all. Asked of the engines once."""
         if self._workers.ranks == 1:
             return None
         if self._wanted is None:
@@ -232,6 +233,7 @@ class EngineGroup(RolloutEngine):
             engines = self._all("slices_read", as_digest=True)
             [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
             ranks = tuple(slices for _, slices in first)
+            # All engines have to read alike: one says its slices, the others a digest of them.
             digests = [slices_digest(slices) for slices in ranks]
             if any([digest for _, digest in engine] != digests for engine in engines):
                 logger.warning(
@@ -246,6 +248,7 @@ class EngineGroup(RolloutEngine):
     def take_slices(self, names: Sequence[str]) -> None:
         """Have the engines take these weights as slices from now on."""
         if tuple(names) != tuple(self._sliced):
+            # The policy makes other mailboxes for slices, so engines have to find them again.
             self._met = None
             self._all("take_slices", names=list(names))
             self._sliced = tuple(names)
@@ -293,6 +296,7 @@ class EngineGroup(RolloutEngine):
                 "no handles of weights: pass on what the policy's get_weights_ipc_handles() returned"
             )
         self.expected_version = int(next(iter(ipc_handles.values()))["version"])
+        # Versions stay None until the last group: no engine answers in between.
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
@@ -329,7 +333,7 @@ class EngineGroup(RolloutEngine):
         self._versions = [None] * self._workers.engines
 
     def _require_weights(self) -> None:
-        """That all engines have what was sent last.
+        """Require that all engines have the weights that were sent last.
 
         Raises:
             RefitError: one of them has not.

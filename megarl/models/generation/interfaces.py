@@ -222,7 +222,7 @@ class GenerationInterface(ABC):
 
 
 class SharesDevices(Protocol):
-    """What shares its devices with engines: a policy."""
+    """A policy that shares its devices with engines."""
 
     def offload_after_refit(self) -> None:
         """Leave the devices."""
@@ -251,7 +251,7 @@ class RolloutEngine(GenerationInterface):
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Whether the engines are in the policy's group, as far as is known."""
+        """True while the engines are in the policy's group, as far as is known."""
 
     @abstractmethod
     def disconnect(self) -> None:
@@ -290,8 +290,8 @@ class RolloutEngine(GenerationInterface):
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the engines' ranks read of the weights, asked of them once; None where they take whole
-        weights. For ``Policy.send_slices``, whose answer goes to ``take_slices``."""
+        """Return what the engines' ranks read of the weights, asked of them once; None where they take full
+        weights. For ``Policy.send_slices``, whose result goes to ``take_slices``."""
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
@@ -314,8 +314,8 @@ class RolloutEngine(GenerationInterface):
         )
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without a
-        cache: as ``Policy.get_logprobs``. None from engines that cannot say them.
+        """Return of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without
+        a cache: as ``Policy.get_logprobs``. None from engines that cannot compute them.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -329,8 +329,8 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def is_alive(self) -> bool:
-        """Whether all engines still answer; asked after a call of theirs has failed. Where not, ``restart``
-        follows.
+        """Return whether all engines still answer; asked after a call of theirs has failed. Where not,
+        ``restart`` follows.
 
         An engine that cannot be restarted need not say: its errors end the run.
         """

@@ -82,7 +82,7 @@ class RequestStream(Protocol):
 
 
 class Generates(Protocol):
-    """What completes a batch; see ``GenerationInterface.generate``."""
+    """Anything that completes a batch; see ``GenerationInterface.generate``."""
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
         """Complete every prompt."""
@@ -140,6 +140,7 @@ class Waves:
         """
         if not self._waiting:
             return {}
+        # By number, so that a batch does not depend on the order in which requests came.
         numbers = sorted(self._waiting)
         requests = [self._waiting[number] for number in numbers]
         found = self._completed(requests)
@@ -149,6 +150,7 @@ class Waves:
     def _completed(self, requests: Sequence[Request]) -> list[Completion]:
         ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+        # All or none: a column of seeds has no value for a row without one.
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.max_new_tokens is not None for request in requests):

@@ -79,6 +79,7 @@ class VllmGeneration(EngineGroup):
             cluster,
             RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
+            # One worker for each node of an engine; its other places are for vLLM's ranks.
             bundle_indices_list=[place for of_engine in places for place in of_engine],
             sharding_annotations=NamedSharding(
                 np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]

@@ -109,6 +109,7 @@ def engine_options(
         options |= {
             "enable_lora": True,
             "max_loras": 1,
+            # vLLM takes these ranks alone; a rule of the configuration bounds the adapter's.
             "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"]),
         }
     further = config.get("vllm_kwargs") or {}
@@ -131,6 +132,7 @@ def engine_options(
         # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the
         # actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
+    # The user's last; rules of the configuration refuse those that a refit relies on.
     return {**options, **further}
 
 
@@ -144,7 +146,7 @@ def capture_sizes(rows: int) -> list[int]:
 
 
 def _chooses_graphs(further: Mapping[str, Any]) -> bool:
-    """Whether arguments of the user's say which sizes are captured; vLLM refuses to be told twice."""
+    """Return whether arguments of the user's choose the captured sizes; vLLM refuses two such arguments."""
     own = further.get("compilation_config")
     keys = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     return bool(keys & (further.keys() | (own.keys() if isinstance(own, Mapping) else set())))

@@ -25,6 +25,7 @@ def remove_names() -> None:
             block.unlink()
         # who made it would do so again at its end, and complain that nothing is there
         block.unlink = _nothing  # type: ignore[method-assign]
+    # Found by the maps of the process: vLLM hands out neither names nor descriptors of these.
     for path in _mapped(_OF_KERNELS):
         path.unlink(missing_ok=True)
 
@@ -40,6 +41,7 @@ def _mapped(beginning: str) -> Iterator[Path]:
     for line in Path("/proc/self/maps").read_text().splitlines():
         # address, rights, offset, device, inode, path
         *_, path = line.split(maxsplit=5)
+        # A removed file is still mapped, as "... (deleted)".
         if path.startswith(beginning) and os.path.exists(path):
             yield Path(path)
 

@@ -109,8 +109,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before
-        its finish."""
+        """Update as vLLM's own engine does. Of a refit that was given up vLLM learns by an error: nothing
+        else ends one before its finish."""
         try:
             if update_info.get("given_up"):
                 raise RefitError("the refit was given up")
@@ -134,13 +134,14 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._loaded |= set(self.model.load_weights(others) or ())
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What is read of a weight, which stays when its group is gone, in the place of the whole weight."""
+        """Return a copy of what is read of a weight, which stays when its group is gone, in the place of the
+        full weight."""
         part, where, whole = self._part_of(name, tensor)
         return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        """What is read of a weight that came, as which slice of the whole weight, and the shape of that; None
-        where it is all of it."""
+        """Return what is read of a weight that came, the slice of the full weight that it is (None for all of
+        it), and the shape of the full weight."""
         where = (self._reads or {}).get(name)
         return (tensor if where is None else where.of(tensor)), where, tensor.shape
 
@@ -344,6 +345,7 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel():
+            # By address: what counts is that layers share memory, whatever tensors they have.
             sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():

@@ -68,6 +68,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
+    # A task on each place: Ray tells a process of its own place's GPU alone.
     task: Any = ray.remote(_devices)
     asked = [
         ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
@@ -155,6 +156,7 @@ class Engine:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
+            # Set and not raised: in this thread nobody would see it.
             answer.set_exception(error)
 
     def _end_processes(self) -> None:
@@ -167,6 +169,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End vLLM's processes, those that are left of an engine that died too."""
+        # In the reverse order, each whatever the others raise: transfer engine, processes, sockets.
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
             ending.callback(self._end_processes)
@@ -234,6 +237,7 @@ class VllmGenerationWorker:
                     f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs"
                 )
         plugin.require_entry_point()
+        # Here for an engine that runs in this process; vLLM's own call the entry point.
         plugin.register()
         if on_cpu:
             _check_model_on_a_cpu(config["model_name"])
@@ -297,8 +301,8 @@ class VllmGenerationWorker:
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
     def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
-        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads, or
-        ``slices_digest`` of them."""
+        """Return of each of vLLM's ranks the identity of its device, and the slices of the weights that it
+        reads or ``slices_digest`` of them."""
         found: list[tuple[str, Slices | str]] = []
         for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
             slices = {name: Slice(*where) for name, where in plain.items()}
@@ -324,6 +328,7 @@ class VllmGenerationWorker:
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights. Returns the version when it was the last."""
         payload = next(iter(handles.values()))
+        # The first group: a reload begins here, and one that was broken off is given up.
         if payload["first"] == 0:
             self._begin()
         self._update({"handles": handles})
@@ -386,6 +391,7 @@ class VllmGenerationWorker:
             RefitError: a rank could not.
             RuntimeError: a rank failed otherwise than on purpose, so that it may be of no more use.
         """
+        # megarl_call returns errors as values: of raised ones vLLM reads those of one rank alone.
         answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
@@ -523,6 +529,7 @@ class VllmGenerationWorker:
         if data is not None:
             config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+            # Prompts without room for a token: vLLM refuses them, so they are answered here.
             found |= dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -561,7 +568,7 @@ class VllmGenerationWorker:
         return {int(output.request_id): answer_of(output.outputs[0]) for output in outputs}
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
-        """What vLLM draws for prompts by one seed for all of them.
+        """Complete prompts with one seed for all of them.
 
         None is answered before all of them wait: who draws which of the random numbers would depend on when
         each of them came.
@@ -596,7 +603,7 @@ class VllmGenerationWorker:
         return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
-        """Whether vLLM's processes live too; False only from a worker that still answers."""
+        """Return whether vLLM's processes live too; False only from a worker that still answers."""
         return (self._follower or self._engine).is_alive
 
     def shutdown(self) -> None:

@@ -44,6 +44,7 @@ class WorkerCalls:
             return None
         except Exception as error:
             on_purpose = isinstance(error, MegarlError)
+            # Plain values: an exception of vLLM need not be picklable.
             failure = (
                 str(error) if on_purpose else f"{type(error).__name__}: {error}",
                 on_purpose,
