@@ -166,6 +166,7 @@ class Adapters:
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
         if self._score is not None:
+            # PEFT's modules_to_save: the score layer is trained in full, with the adapters.
             self._score.requires_grad_(True)
         for name in self.adapted:
             self._put_beside(linears[name] if name in linears else vocabulary[name])
@@ -177,6 +178,7 @@ class Adapters:
         else:
             shapes = (rank, layer.in_features), (layer.out_features, rank)
         for factor, shape in zip(FACTORS, shapes, strict=True):
+            # On the layer itself, so that plans and fully_shard divide it with the weight.
             layer.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
         # the class and not a wrapper: the layer keeps its name, and so do its weights
         layer.__class__ = AdaptedEmbedding if isinstance(layer, nn.Embedding) else AdaptedLinear

@@ -73,11 +73,13 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         whole = parts.contiguous()
         if whole is parts:
+            # The sum is written into the argument, which autograd has to know.
             ctx.mark_dirty(parts)
         return _add_up(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Every rank computes alike from the sum, so each has the whole gradient already.
         return gradient, None
 
 

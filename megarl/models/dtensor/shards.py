@@ -126,6 +126,7 @@ def write_block(parameter: DTensor, whole: torch.Tensor) -> None:
 def _fill(parameter: DTensor, values: torch.Tensor) -> None:
     local = parameter.to_local()
     local[: values.shape[0]].copy_(values)
+    # Padding of the vocabulary: never sampled, but part of products, where NaN would spread.
     local[values.shape[0] :].zero_()
 
 
@@ -141,6 +142,7 @@ def gather_parts(
     ranks = next(iter(blocks.values())).sharding_size
     for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
         widths = [spaces[name] for name in names]
+        # Zeros: pieces may be shorter than their space, and the rest travels too.
         row = torch.zeros(sum(widths), dtype=dtype, device=device)
         for name, space in zip(names, row.split(widths), strict=True):
             piece = parameters[name].to_local().flatten()
@@ -229,6 +231,7 @@ class DividedParameters:
 
     def _share_of(self, whole: torch.Tensor) -> DTensor:
         first, last = self._range(whole.shape[0])
+        # On the host: checkpoints of all tensors together have no room on the device.
         local = whole[first:last].to("cpu", copy=True)
         return DTensor.from_local(
             local,

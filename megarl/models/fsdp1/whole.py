@@ -47,6 +47,7 @@ class FullModel:
         for name, parameter in named(self._held):
             master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             self._masters[name] = master
+            # The data and not the parameter, so that tied modules keep one.
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
                 # The gradient of each micro-batch is added in float32: in 16 bits small ones would be lost

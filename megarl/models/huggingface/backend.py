@@ -190,6 +190,7 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
+            # Also the float32 sum beside a 16-bit parameter, which torch's zero_grad does not know.
             setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
@@ -198,6 +199,7 @@ class HuggingFaceBackend(ABC):
         # The norm of what the loss without its scale would give; gradients themselves are divided only if
         # they are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
+        # Before the caller is asked: an overflow is the scale's fault, and lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):

@@ -124,6 +124,7 @@ class PolicyEngines(RolloutEngine):
 
     def loaded(self, versions: list[Any]) -> None:
         """Take note of what the futures of ``update_weights_from_collective`` gave."""
+        # One version on all ranks, or none: a copy with other weights must not answer.
         found = set(versions)
         self._version = found.pop() if len(found) == 1 else None
 
