@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linear layers of transformers' models, which DTensor and FSDP2 divide as they do
+"""Low-rank adapters of linear layers of transformers' models, which DTensor and FSDP2 divide as they do
 the layers.
 
 The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the
@@ -65,7 +65,7 @@ class AdaptedLinear(nn.Linear):
 
         Args:
             inputs: of the layer.
-            output: without its adapter, as it lies behind the layer.
+            output: without its adapter, as the layer gives it.
             down, up: this rank's parts of A and B.
             between: brings what comes between the factors to where ``up`` needs it.
         """

@@ -95,7 +95,7 @@ class DTensorBackend(HuggingFaceBackend):
         """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective
         over all ranks.
 
-        Not every operation of every optimizer knows DTensors, and some know them only where all lie on one
+        Not every operation of every optimizer knows DTensors, and some know them only where all are on one
         mesh.
         """
         smallest: dict[Any, DTensor] = {}
@@ -239,7 +239,7 @@ class DTensorBackend(HuggingFaceBackend):
                     self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last
                 )
         except BaseException:
-            # torch below 2.13 has no way back from a pass that was broken off
+            # torch below 2.13 has no way back from a pass that was interrupted
             getattr(self.model, "reset_iter_state", lambda: None)()
             raise
         finally:

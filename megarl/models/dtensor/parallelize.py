@@ -91,7 +91,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them anew, with whatever was written to them
+    """Free gathered parameters, so that the next pass gathers them again, with whatever was written to them
     meanwhile."""
     for module in sharded_modules(model):
         module.reshard()

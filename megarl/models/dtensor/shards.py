@@ -1,4 +1,4 @@
-"""Shards of a divided model: where this rank's piece of a parameter lies in the full tensor, and how
+"""Shards of a divided model: where this rank's piece of a parameter is in the full tensor, and how
 checkpoints hold the pieces.
 
 A parameter is cut twice: over tensor-parallel ranks in equal parts along one dimension (or not at all), and
@@ -7,7 +7,7 @@ be shorter or empty. Both cuts together give a block.
 
 In a checkpoint every tensor, of the optimizer state too, has its true shape (without vocabulary padding) and
 is cut over all ranks in runs of rows, so that any layout, and the other torch backend, can read it. One
-tensor at a time is brought together and cut anew.
+tensor at a time is gathered and cut again.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class AdapterSettings:
         targets, excluded: patterns of layers that have an adapter, and of those that have none.
         parameters: patterns of stacks of experts that have one.
         start: PEFT directory that training goes on from.
-        base: the model that the adapters stand beside, as the configuration names it.
+        base: the model of the adapters, as the configuration names it.
         scores: the model has a score layer, which is trained whole and stored with the adapters.
     """
 
@@ -174,7 +174,7 @@ class AdapterSettings:
         stacks: Collection[str] = (),
         other_stacks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the ``adapter_config.json`` of adapters beside some of a model's matrices, and of its stacks
+        """Return the ``adapter_config.json`` of adapters of some of a model's matrices, and of its stacks
         of experts."""
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
@@ -223,7 +223,7 @@ class FirstFactors:
     Args:
         settings: of the adapters.
         modules: names of all layers of the model that have one.
-        seed: of the matrices A that are drawn.
+        seed: of the random matrices A.
         stacks: of experts that have one.
 
     Raises:

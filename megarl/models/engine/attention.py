@@ -53,12 +53,12 @@ def serves(query: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of queries, each with the keys that it sees, as a kernel wants to be told of them.
+    """Runs of queries, each with the keys that it sees, in the form that a kernel takes.
 
     Attributes:
         queries, keys: [N + 1] int32, where each run begins; the last entry is the end.
         longest_queries, longest_keys: the longest run of each.
-        order: [K] int64, the keys of all runs, one behind the other; None where they lie so already.
+        order: [K] int64, the keys of all runs, one behind the other; None where they are in that order.
     """
 
     queries: torch.Tensor
@@ -167,7 +167,7 @@ def causal_attention(
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
-        sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no
+        sinks: [H] logits, one a head, that take their share of every softmax next to the scores and have no
             value; None for none.
         row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing
             but itself sees; a row may have more of them than there are keys. None for no padding.
@@ -386,7 +386,7 @@ def _of_equal_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel
 ) -> torch.Tensor:
     """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros,
-    which change no score and give zeros that are cut off."""
+    which change no score and give zeros that are dropped."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
     # The scale is that of the true width of the keys, not of the filled one.

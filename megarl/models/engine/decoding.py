@@ -36,10 +36,10 @@ LEAVING_SHARE = 1 / 8
 
 ROWS_RATIO = 4
 """Where steps are recorded batches have a power of this many rows once rows have left, because each size is
-recorded anew."""
+recorded once more."""
 
 PASS_POSITIONS = 512
-"""One pass more over the prompts is worth so many positions of padding that it saves: it launches all
+"""One pass more over the prompts is worth this many positions of padding that it saves: it launches all
 operations, and reads all weights, once more."""
 
 
@@ -79,8 +79,8 @@ class Forward(Protocol):
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a ``Forward`` with an empty cache for so many rows and positions; the one before is not needed any
-more."""
+"""Makes a ``Forward`` with an empty cache for some numbers of rows and positions; the one before is not
+needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def decode(
         decoder: the model; it is in evaluation mode.
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry
             a row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are
-            drawn from this process's generator.
+            taken from this process's generator.
         config: the generation configuration.
         tokenizer: decodes answers for stop strings.
         greedy: take the most likely token instead of sampling.

@@ -12,7 +12,7 @@ triangular system,
     x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
 
 and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j
-exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin anew with every run,
+exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin again with every run,
 so that no state crosses a border.
 
 A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and

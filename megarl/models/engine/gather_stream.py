@@ -1,7 +1,7 @@
 """Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one
 or many at once.
 
-Where every element comes from is said as copies between two flat tensors, of which few are left
+Where every element comes from is written as copies between two flat tensors, of which few are left
 (``weight_sync.plan``). Buckets are gathered into pages that the kernel handed out, and cleared, once and not
 for every bucket.
 """
@@ -47,7 +47,7 @@ class SpareMemory:
 
 Item = TypeVar("Item")
 
-# where a tensor is found: among the shards, if it lies there in one piece, or among what was copied
+# where a tensor is found: among the shards, if it is there in one piece, or among what was copied
 _SHARDS, _COPIED = 0, 1
 
 
@@ -99,9 +99,10 @@ class UnshardPlan:
         """The flat tensors of the places.
 
         Args:
-            shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may lie in it.
-            spare: where the memory of ``shards`` is from, and goes if no tensor lies in it; None where it is
-                somebody's.
+            shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may be views of
+                it.
+            spare: where the memory of ``shards`` is from, and goes if no tensor is a view of it; None where
+                it is somebody's.
         """
         copied = (spare or SpareMemory()).empty(self._length, shards.dtype, shards.device)
         for copy in self._copies:
@@ -118,7 +119,7 @@ class UnshardPlan:
 
     @torch.no_grad()
     def tensors_from(self, first: int, flats: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors from index ``first`` on, where they lie in what ``flats`` gave."""
+        """Names and whole tensors from index ``first`` on, as views of what ``flats`` gave."""
         return [(place.name, place.of(flats)) for place in self.places[first:]]
 
 
@@ -213,7 +214,7 @@ class GatherStream(FlatBucketIterator):
         return False
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        """Name and tensor, contiguous. It is nobody else's; but many lie in one storage, which is there for
+        """Name and tensor, contiguous. It is nobody else's; but many share one storage, which is there for
         as long as one is kept."""
         if self._next == self._count and self._is_at_end():
             raise StopIteration

@@ -92,7 +92,7 @@ class HostAdam:
             gradient: [n], of the states in host memory.
             wait: lets a stream wait until the gradient is reduced.
         """
-        # Kept for all steps: locking pages anew would cost more than the copy.
+        # Kept for all steps: locking pages again would cost more than the copy.
         if parameter not in self._early:
             self._early[parameter] = self._memory.zeros_like(torch.empty_like(gradient, device="meta"))
         self.begin()

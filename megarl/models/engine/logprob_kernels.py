@@ -159,7 +159,7 @@ def statistics(
     maximum.
 
     Args:
-        logits: [T, V] of any floating dtype; columns adjacent, rows may lie apart.
+        logits: [T, V] of any floating dtype; columns adjacent, rows may be apart.
         targets: [T] int64, vocabulary indices.
         start: vocabulary index of the first column.
         own: columns that are no padding, at least 1.

@@ -21,9 +21,9 @@ reference; the environment variable ``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses o
 Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an
 all-reduce of their logits, no second pass. The derivative of each is that of a target.
 
-Where tokens are drawn with top-k or top-p, the sum goes over the columns that these keep, and
-over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it
-over the edge, and a probability of zero would have no gradient that leads back.
+Where tokens are sampled with top-k or top-p, the sum goes over the columns that these keep, and over y, which
+was sampled and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the
+edge, and a probability of zero would have no gradient that leads back.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _kept_bounds(
     logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings
 ) -> torch.Tensor | None:
-    """[T], the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
+    """[T], the same on all ranks: columns with at least this scaled logit can be sampled; None where all can.
 
     Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest
     ones of each rank.
@@ -441,7 +441,7 @@ class TokenScores:
 
     Attributes:
         logprobs: of the token.
-        entropies: of the distribution that it counts as drawn from; None where nobody wants them.
+        entropies: of the distribution that it counts as sampled from; None where nobody wants them.
         further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None
             where there are none.
         largest: [..., K] int64, those tokens where they are the most likely ones
@@ -472,7 +472,7 @@ def vocab_parallel_scores(
     further: torch.Tensor | None = None,
 ) -> TokenScores:
     """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that
-    it counts as drawn from.
+    it counts as sampled from.
 
     Args:
         logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64,
@@ -480,7 +480,7 @@ def vocab_parallel_scores(
         targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the
             same on all ranks of the group.
         shard: which columns these are.
-        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and
+        sampling: how the targets were sampled: the temperature that logits are divided by, and what top-k and
             top-p keep. A target that they do not keep counts as kept.
         overwrite: nobody reads the logits after the backward pass, which may write their gradient into their
             memory. A second backward pass is then a RuntimeError of autograd.

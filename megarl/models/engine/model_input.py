@@ -1,4 +1,5 @@
-"""Model input: how the tokens of a micro-batch lie in front of the model, and how its output returns to rows.
+"""Model input: how the tokens of a micro-batch are laid out for the model, and how its output returns to
+rows.
 
 Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global
 batch, and reaches the device in one copy: no micro-batch makes the host wait for the device.

@@ -44,10 +44,10 @@ class Request:
             them.
         targets: [k] int64, the token that is scored at each of them.
         shard: which vocabulary columns this rank holds.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of them, which are then what the
             output layer gives.
-        with_entropies: entropies are wanted beside the log-probabilities.
+        with_entropies: entropies are wanted with the log-probabilities.
         further: [k, K] int64, tokens that are scored at each of them too; None for none.
         largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they
             are given, or there are none.

@@ -75,10 +75,10 @@ def _pieces(
         if source == context.rank:
             piece = _Piece(slice(first, last), slice(first, last), causal=True)
         elif source < context.rank:
-            # its first chunk lies before both of ours, its second behind both
+            # its first chunk is before both of ours, its second behind both
             piece, held = _Piece(slice(first, last), slice(first, middle)), held[:1]
         else:
-            # both of its chunks lie between ours
+            # both of its chunks are between ours
             piece, asked = _Piece(slice(middle, last), slice(first, last)), asked[1:]
         # A window that holds the sequence needs no mask, which would rule out the fast kernels.
         if window is None or window >= end - start:

@@ -3,7 +3,7 @@ reward and value models have.
 
 transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and
 is never tied to the embedding. A language model becomes one by the configuration
-(``policy.reward_model_cfg``): its output layer is left out, and the score layer is drawn from the seed alone,
+(``policy.reward_model_cfg``): its output layer is left out, and the score layer comes from the seed alone,
 so that it is the same in every layout and on every backend.
 """
 
@@ -89,8 +89,8 @@ def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> Hugg
 
     Args:
         source: the checkpoint.
-        hf_config: its config; the new layer is drawn from a normal distribution of ``initializer_range``, as
-            transformers draws it.
+        hf_config: its config; the new layer is sampled from a normal distribution of ``initializer_range``,
+            as transformers does.
         seed: of the new layer.
     """
     if SCORE in source:

@@ -77,7 +77,7 @@ class SendingWorker(WorkerState):
         return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer
+        """Copy the next group of weights into the transfer buffer. All ranks gather; those with a buffer
         return ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
@@ -91,7 +91,7 @@ class SendingWorker(WorkerState):
         return self._sender.send_part(first, count)
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a
+        """``{device: handle}`` of what a rank of an engine on this device looks into for weights; empty on a
         rank that publishes none."""
         self.prepare_refit_info()
         return self._handing.mailbox()
@@ -134,14 +134,14 @@ class SendingWorker(WorkerState):
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
         """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a
-        host can, the one that would be on the same GPU: engines lie one after another over the policy's
+        host can, the one that would be on the same GPU: engines follow one another over the policy's
         ranks."""
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
         return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
-        """Give the present weights to the ranks of engines beside this worker, each group when the one before
+        """Give the present weights to the ranks of engines on this device, each group when the one before
         the last was read.
 
         Args:
@@ -163,7 +163,7 @@ class SendingWorker(WorkerState):
             raise
         if self._handing is not self._sender:
             # the slices of ranks may differ by an index, and so the room
-            # for the largest; only whole weights lie alike on all ranks
+            # for the largest; only full weights are laid out alike on all ranks
             room = max(room, self._handing.manifest.largest[1])
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 

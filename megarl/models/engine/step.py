@@ -179,7 +179,7 @@ def logprobs_of_batch(
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's
             device; perhaps ``WANTED``.
         batching: how rows become micro-batches.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
 
     Returns:
@@ -331,7 +331,7 @@ def train_on_batch(
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
         loss_fn: a ``LossFunction``; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many
             may be skipped.

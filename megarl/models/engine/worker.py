@@ -211,7 +211,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         return True
 
     def reset_peak_memory_stats(self) -> None:
-        """Start peak memory figures anew."""
+        """Reset the peak memory figures."""
         self.runtime.reset_peak_memory()
 
     def measure_peak_flops(self) -> float:

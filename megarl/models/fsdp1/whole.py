@@ -51,7 +51,7 @@ class FullModel:
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
                 # The gradient of each micro-batch is added in float32: in 16 bits small ones would be lost
-                # beside the sum.
+                # next to the sum.
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -146,7 +146,7 @@ class EngineGroup(RolloutEngine):
 
         Args:
             policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are
-                back afterwards, and the engines sleep. Without it engines start beside whatever is on the
+                back afterwards, and the engines sleep. Without it engines start next to whatever is on the
                 devices, which on a GPU is refused where it is too much.
 
         Raises:
@@ -391,13 +391,13 @@ class EngineGroup(RolloutEngine):
             common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
-        # a call that is made again, of engines that were started anew, draws what the one that failed would
+        # a call that is made again, of engines that were restarted, samples what the one that failed would
         # have
         self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
-        """Refuse prompts that an engine would fail over, and have to be started anew."""
+        """Refuse prompts that an engine would fail over, and have to be restarted."""
         check_batch(
             data,
             required=(),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
-"""How tokens are drawn: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
+"""How tokens are sampled: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
 
 __all__ = [
     "ColocationConfig",
@@ -232,7 +232,7 @@ class SharesDevices(Protocol):
 
 
 class RolloutEngine(GenerationInterface):
-    """Engines beside the policy, which get its weights by refits.
+    """Engines that are not the policy itself, and get its weights by refits.
 
     Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and
     ``update_weights_from_*`` receive weights, this is what a refit needs to know of them.
@@ -272,7 +272,7 @@ class RolloutEngine(GenerationInterface):
         ``update_weights_from_policy``."""
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Learn where the ranks of a policy on the same devices hand weights over; nothing is said to engines
+        """Learn where the ranks of a policy on the same devices hand weights over; nothing is sent to engines
         that know it.
 
         Args:
@@ -295,12 +295,12 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Learn which weights come as slices from now on; nothing is said to engines that know it."""
+        """Learn which weights come as slices from now on; nothing is sent to engines that know it."""
         if names:
             raise NotImplementedError(f"{type(self).__name__} takes whole weights")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
-        """Take all weights of a refit from the policy's ranks on the same devices, to be called beside
+        """Take all weights of a refit from the policy's ranks on the same devices, to be called together with
         ``Policy.hand_over_weights``.
 
         Args:

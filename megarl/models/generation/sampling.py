@@ -1,4 +1,4 @@
-"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn
+"""Choosing the next token. Every random number is a function of the row's own seed, so that what is sampled
 does not depend on the layout, on the micro-batch a row is in, or on its neighbours.
 
 Legend: b rows, V vocabulary.
@@ -27,7 +27,7 @@ def seed_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """The distribution that tokens are drawn from, and that training scores them by.
+    """The distribution that tokens are sampled from, and that training scores them by.
 
     Attributes:
         greedy: take the most likely token (the lowest index on a tie) and ignore top-k and top-p.
@@ -62,7 +62,7 @@ class SamplingSettings:
 
 
 MODEL_ITSELF = SamplingSettings()
-"""Tokens are drawn from the model's own distribution."""
+"""Tokens are sampled from the model's own distribution."""
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def choose_tokens(
         settings: how to sample.
 
     Returns:
-        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from;
+        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were sampled from;
         greedy ones under that of the temperature alone.
     """
     # float32 before the division, as training scores them: rounding would put ties elsewhere.

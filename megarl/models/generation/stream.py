@@ -1,4 +1,4 @@
-"""Requests one by one: prompts are handed to engines and completions fetched as they come, beside
+"""Requests one by one: prompts are handed to engines and completions fetched as they come, next to
 ``generate``, which takes a batch."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: [n] int64, what was sampled, the stop token among them.
-        logprobs: [n] float32, of each of them as it was drawn.
+        logprobs: [n] float32, of each of them as it was sampled.
         truncated: a length limit ended it, not a stop.
         versions: [n] int64, steps of training behind the weights that sampled each token; None where they are
             those that the engines had all the time.
@@ -181,8 +181,8 @@ class Waves:
             )
             most = request.max_new_tokens
             if most is not None and len(tokens) > most:
-                # of an engine that does not read the bound: the beginning of what is drawn does not depend on
-                # what follows
+                # of an engine that does not read the bound: the beginning of what is sampled does not depend
+                # on what follows
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found

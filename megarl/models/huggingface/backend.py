@@ -190,7 +190,7 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-            # Also the float32 sum beside a 16-bit parameter, which torch's zero_grad does not know.
+            # Also the float32 sum of a 16-bit parameter, which torch's zero_grad does not know.
             setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:

@@ -2,7 +2,7 @@
 it.
 
 torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves
-optimizer state as slices of parameters and carries only what stands in the parameter groups beside them, so
+optimizer state as slices of parameters and carries only what stands in the parameter groups next to them, so
 torch's counters are lost or shared after a resume. With the counter in the group, save, load and resharding
 need no special case.
 """

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
+"""Low-rank adapters of Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
 and data parallelism.
 
 A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it,
@@ -199,7 +199,7 @@ class Adapter(nn.Module):
                 own[: len(values)].copy_(values)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around
+        """[s, B, in] to what is added to the layer's output [s, B, out], both as they are on the ranks around
         the layer."""
         return self.added(inputs, [self], lambda values, weights: F.linear(values, weights[0]))
 

@@ -80,7 +80,7 @@ def build_chunks(
         ]
     for chunk in chunks:
         if chunk.post_process and not layers._grad_accum_fusion_available:
-            # Told only after it was built: see _output_layers_that_add_apart.
+            # Set only after it was built: see _output_layers_that_add_apart.
             chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -334,7 +334,7 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights
+    """Groups of buckets that are reduced together, those of each buffer by themselves: next to 16-bit weights
     a gated delta net has float32 ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all
     buffers of a chunk beyond the first into one group. Its newer releases pass more options."""
     groups: list[Any] = []

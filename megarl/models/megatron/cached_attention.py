@@ -59,7 +59,7 @@ class CachesRows:
 
 class RowSelfAttention(CachesRows, SelfAttention):
     """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the
-    kernel of Transformer Engine, which has to be told nothing of positions."""
+    kernel of Transformer Engine, which needs no positions."""
 
     _angles: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
@@ -125,7 +125,7 @@ def decoding(
 
     Args:
         stages: model chunks.
-        rows: are told of each pass before it.
+        rows: learn of each pass before it.
         portable: makes the core attention for an attention layer that has another one, which cannot leave
             padding out.
     """

@@ -1,7 +1,7 @@
 """Checkpoints through Megatron-Core's dist-checkpointing: any layout reads what any other wrote.
 
-A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved
-to its name by rank 0 alone.
+A checkpoint directory appears whole or not at all: everything is written next to it, synced to disk, and
+moved to its name by rank 0 alone.
 
 The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to
 0.19 lays the gathered buckets of a buffer end to end without their padding, but then cuts parameters out by
@@ -108,7 +108,7 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
             chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
             for chunk in chunks
         ]
-        # beside adapters a score layer may be trained
+        # a score layer may be trained with adapters
         trained = {
             name
             for chunk in chunks

@@ -17,7 +17,7 @@ Everything that is redirected is listed here and nowhere else. It happens in thr
 
 In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's
 runtime says: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core
-is told that there is no CUDA.
+sees no CUDA.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _FromLast(torch.nn.ModuleList):
     """A list of modules that are registered from the last to the first.
 
     Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights
-    of these modules lie there in the order of the experts, at equal distances, where one tensor can show all
+    of these modules are there in the order of the experts, at equal distances, where one tensor can show all
     of them.
     """
 
@@ -139,7 +139,7 @@ def grouped_mlp(
 
 
 class _WholeMLP(torch.nn.Module):
-    """All experts as the one MLP whose forward pass Megatron has: what lies between the products is
+    """All experts as the one MLP whose forward pass Megatron has: what is between the products is
     Megatron's own."""
 
     def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they lie in
+    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they are in
     one piece of it at equal distances, as weights do in the buffers of Megatron's distributed optimizer,
     otherwise a copy."""
     shown = shared_view(tensors)
@@ -249,7 +249,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, a dimension more in front; None where they do not lie one after
+    """One tensor over the memory of several, a dimension more in front; None where they are not one after
     another at equal distances."""
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
@@ -271,7 +271,7 @@ def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) ->
     """The gradient of each parameter, of gradients [E, ...] of all of them.
 
     Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its
-    hook at each parameter is told so: the same sums as its own.
+    hook at each parameter learns of it: the same sums as its own.
     """
     sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     if len(sums) == len(parameters):

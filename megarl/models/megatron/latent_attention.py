@@ -119,7 +119,7 @@ def share_rotary_tables(model: torch.nn.Module) -> None:
     """Give all layers of latent attention the rotary embedding of the first one.
 
     Each has its own, which are equal and have no weights. Megatron-Core keeps the last 32 tables of angles of
-    all of them together, so that models of more layers made the table anew in each layer of each pass.
+    all of them together, so that models of more layers made the table again in each layer of each pass.
     """
     layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     for layer in layers[1:]:

@@ -4,7 +4,7 @@ are kept in step.
 Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts,
 so that they need the same number of micro-batches. The alltoall dispatcher says how many tokens come; the
 allgather dispatcher takes it for granted that all ranks bring the same number, and would mix up tokens, or
-wait for ever, if they did not.
+wait indefinitely, if they did not.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437, e
   which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It has to be known
   before the first backward pass: a pass without gradients counts it.
 * ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2,
-  arXiv:2405.04434, section 2.2.3). A sequence lies in one micro-batch, so nothing has to be counted before;
+  arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so nothing has to be counted before;
   ranks that share sequences add their counts up.
 * z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE,
   arXiv:2202.08906, equation 5).

@@ -66,8 +66,8 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-        # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to
-        # lie there
+        # Freeing what is still being sent is safe in a CUDA stream
+        # only: gloo would send what is written there next.
         interleaved["deallocate_pipeline_outputs"] = runtime().is_cuda
     else:
         interleaved = {"deallocate_pipeline_outputs": True}

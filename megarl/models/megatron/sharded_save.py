@@ -116,7 +116,7 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
 
 def _groups_of_holders() -> list[dist.ProcessGroup]:
     """The groups of this rank over which tensors are dealt, one after the other: those that share the experts
-    lie within the others, but where an expert is cut over fewer ranks than the other layers."""
+    are within the others, but where an expert is cut over fewer ranks than the other layers."""
     most, experts = holders(of_experts=False), holders(of_experts=True)
     within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
     return [most] if within else [most, experts]

@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with the engine's own beside it.
+    """Megatron's description of packed sequences, with the engine's own next to it.
 
     Attributes:
-        layout: how they lie.
+        layout: of the sequences.
         positions: [t] int64, of each token of this context-parallel rank its position in its own sequence.
     """
 

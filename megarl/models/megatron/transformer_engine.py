@@ -135,7 +135,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Return whether a model trains faster without Transformer Engine, as far as that was measured: dense in
     bfloat16, at 0.61 of the rate of matrix products against 0.57 (1.5 billion parameters on an H200,
-    ``benchmarks/results/gpu``). Nothing else was measured. Adapters stand beside the portable layers
+    ``benchmarks/results/gpu``). Nothing else was measured. Adapters exist for the portable layers
     alone."""
     if adapters_of(policy) is not None:
         return True

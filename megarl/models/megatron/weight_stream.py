@@ -54,7 +54,7 @@ def assembly_of(
     slices: Slices = MappingProxyType({}),
     begins: Sequence[Mapping[int, int]] | None = None,
 ) -> UnshardPlan:
-    """The Hugging Face tensors of parameters, or slices of them, out of shards that lie in one flat tensor.
+    """The Hugging Face tensors of parameters, or slices of them, out of shards in one flat tensor.
 
     Args:
         rules: of the parameters.
@@ -135,7 +135,7 @@ class Reach(enum.IntEnum):
 
 
 class Beside(NamedTuple):
-    """Which shards a rank has, and which rank of an engine reads beside it; -1 for none."""
+    """Which shards a rank has, and which rank of an engine reads on its device; -1 for none."""
 
     tensor: int
     expert_tensor: int
@@ -206,7 +206,7 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
 def _copies(
     layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None
 ) -> Iterator[Copy]:
-    """Return what of part ``number``, of shape ``whole``, or of a slice of it lies in one shard that begins
+    """Return what of part ``number``, of shape ``whole``, or of a slice of it is in one shard that begins
     at ``begin``.
 
     Shard and slice are seen as matrices, whose columns are all dimensions but the first.
@@ -227,7 +227,7 @@ def _copies(
                 range(max(one.start, other.start), min(one.stop, other.stop))
                 for one, other in zip(here, wanted, strict=True)
             ]
-            # the spans before it lie before it
+            # the spans before it are stored before it
             first = [common.start - own.start for common, own in zip(both, here, strict=True)]
             first[layout.axis] += position
             source = begin + first[0] * width + first[1]
@@ -270,7 +270,7 @@ _Unit = tuple[_Entry, ...]
 class _Bucket:
     """Neighbouring parameters of one pipeline stage and dtype whose shards travel equally far.
 
-    Shards lie in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
+    Shards are in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
     rank that has them, or of this rank alone.
 
     Args:
@@ -436,7 +436,7 @@ class WeightStream:
         of the mapping rules. Of a layer whose experts are divided over ranks and take more than a bucket, as
         many experts of each rank come together.
 
-        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one
+        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many share one
         storage, which is there for as long as one of them is kept. Memory beyond the model is at most five
         buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores all experts of a layer
         together adds those.
@@ -444,12 +444,12 @@ class WeightStream:
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """From now on give in ``sliced`` what the engine's rank beside each rank reads. Collective, after one
+        """From now on give in ``sliced`` what the engine's rank on each device reads. Collective, after one
         pass through the weights.
 
-        A weight of which each rank has in its own shard what is read beside it is not gathered, and an expert
-        of which nothing is read beside the ranks that do not have it stays where it is. Others are gathered,
-        and cut.
+        A weight of which each rank has in its own shard what is read there is not gathered, and an expert
+        of which nothing is read on devices of ranks that do not have it stays where it is. Others are
+        gathered, and cut.
 
         Args:
             wanted: what each rank of an engine reads.
@@ -457,7 +457,7 @@ class WeightStream:
 
         Returns:
             What is read here of all weights of which an engine's rank does not read all: the same names on
-            all ranks. None of them where an engine's rank reads beside some ranks only.
+            all ranks. None of them where an engine's rank reads on some devices only.
         """
         if self._buckets is None:
             raise StateError(

@@ -505,7 +505,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective``
-        has to be called beside it.
+        has to be called with it.
 
         Args:
             ip, port: where the policy's first worker listens; it is on this host. The first worker of each
@@ -540,7 +540,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Raises:
             RefitError: a weight is larger than a group may be.
         """
-        # All ranks lay out one group alike, so the least room counts.
+        # All ranks have one layout of a group, so the least room counts.
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
@@ -562,7 +562,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         shard for them.
 
         Args:
-            wanted: ``slices_wanted`` of the engines. Nothing is said to workers that know it.
+            wanted: ``slices_wanted`` of the engines. Nothing is sent to workers that know it.
 
         Returns:
             The names of these weights, for the engines' ``take_slices``.
@@ -590,7 +590,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
     ) -> list[ray.ObjectRef[Any]]:
         """Give the present weights to engines on the same devices: each worker hands its groups to the
-        engine's rank beside it.
+        engine's rank on its device.
 
         Args:
             session: what the engines' ``meet`` returned.
@@ -619,12 +619,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        """Return what a refit sends, as the workers said it once."""
+        """Return what a refit sends, as the workers returned it once."""
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
         """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be
-        called beside it.
+        called with it.
 
         Returns:
             Futures, to be awaited with those of the engines.
@@ -792,12 +792,12 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
 
 
 def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
-    """Environment variables that a backend's workers get beside those of the driver: its section's own, and
+    """Environment variables that a backend's workers get besides those of the driver: its section's own, and
     what its layout wants.
 
     With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which
     they were launched, so that a collective of Megatron-Core's tensor or context parallelism begins before
-    the product of matrices that it is to run beside. Products of float32 are products of float32
+    the product of matrices that it is to overlap. Products of float32 are products of float32
     (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else a
     GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
     """

@@ -145,7 +145,7 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     )
     parameters = model_parameters(facts, tensor)
     if stages > 1:
-        # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most
+        # the first and the last stage have a matrix of the vocabulary each, a tied one too, and the most
         # layers that a stage has
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary

@@ -27,7 +27,7 @@ class Part:
     port: int
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``LLM``, beside those of every engine. Over nodes vLLM takes its executor by name
+        """Arguments of ``LLM``, next to those of every engine. Over nodes vLLM takes its executor by name
         only."""
         return {
             "nnodes": self.nodes,

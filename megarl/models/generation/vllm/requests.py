@@ -79,7 +79,7 @@ def requests_of(
         options = {
             **_drawing(settings),
             "max_tokens": room,
-            # of the drawn token alone; a greedy token's would be those before the temperature
+            # of the sampled token alone; a greedy token's would be those before the temperature
             "logprobs": None if greedy and settings.temperature != 1.0 else 0,
             "seed": None if seed is None else seed % 2**63,
             "stop": list(stop) or None,

@@ -1,7 +1,7 @@
 """The files that vLLM's processes share memory by, taken away as soon as all of them have it.
 
 The memory itself stays until the last process lets go of it, however that one ends. A file that still has its
-name then, as of a process that was killed, would hold the memory until the machine is started anew.
+name then, as of a process that was killed, would hold the memory until the machine is restarted.
 """
 
 from __future__ import annotations

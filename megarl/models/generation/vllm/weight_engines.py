@@ -1,5 +1,6 @@
 """Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its
-own part of them, out of full ones, or of slices where the policy's rank beside it gives just what it reads.
+own part of them, out of full ones, or of slices where the policy's rank on its device gives just what it
+reads.
 
 Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps
 what came before until then; so what is read of a weight is copied once out of the transfer buffer. Experts of
@@ -367,7 +368,7 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by
+    """Engine on the policy's devices: weights are in the policy's buffer. Those of a refit that goes by
     itself may come as slices."""
 
     _receiver: WeightReceiver | None = None

@@ -2,7 +2,7 @@
 that it has.
 
 No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an
-actor the GPU of its own place alone; an engine of several ranks has the places beside it too.
+actor the GPU of its own place alone; an engine of several ranks has the bundles next to it too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Engine:
 
         Raises:
             RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for
-                it for ever.
+                it indefinitely.
         """
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
@@ -270,7 +270,7 @@ class VllmGenerationWorker:
 
         Args:
             node: number of the part; the first one answers for the engine.
-            address: what ``meeting_place`` of the first part said.
+            address: what ``meeting_place`` of the first part returned.
         """
         # at which the others reach this node
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
@@ -328,7 +328,7 @@ class VllmGenerationWorker:
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights. Returns the version when it was the last."""
         payload = next(iter(handles.values()))
-        # The first group: a reload begins here, and one that was broken off is given up.
+        # The first group: a reload begins here, and one that was interrupted is given up.
         if payload["first"] == 0:
             self._begin()
         self._update({"handles": handles})
@@ -411,7 +411,7 @@ class VllmGenerationWorker:
                     args=("update_weights", {"update_info": {"given_up": True}}),
                 )
             if self._ticket is not None:
-                # also of a rank that had not begun, and would not be told of by its own error
+                # also of a rank that had not begun, and would not learn of it by its own error
                 with contextlib.suppress(Exception):
                     self._engine.call(
                         "collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket})
@@ -616,7 +616,7 @@ class VllmGenerationWorker:
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
-    """Return what is said of ranks that could not take weights."""
+    """Return the error of ranks that could not take weights."""
     said = (
         f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message
         for rank, failure in failures.items()
@@ -658,7 +658,7 @@ def _check_torchvision(model: str) -> None:
     """Refuse a model of which vLLM's code imports torchvision, where that fails.
 
     Raises:
-        ConfigError: torchvision is absent, or is a build for CUDA beside a torch for CPUs.
+        ConfigError: torchvision is absent, or is a build for CUDA with a torch for CPUs.
     """
     try:
         importlib.import_module("torchvision")

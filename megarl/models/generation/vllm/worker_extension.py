@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers: methods beside their own; vLLM makes it a base of its worker class
+"""Extension of vLLM's workers: methods next to their own; vLLM makes it a base of its worker class
 (``worker_extension_cls``)."""
 
 from __future__ import annotations
