@@ -208,7 +208,7 @@ def _of_one_query(
 ) -> torch.Tensor:
     """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one
     keys would be repeated."""
-    # One query sees all keys alike in every head of its group, so heads may stand for queries.
+    # With one query a row the heads of a group may stand for queries: all of them see the same keys.
     each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     return (
         scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)

@@ -128,7 +128,7 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, which first chunks compute nothing of.
+        initial: [1, G, K, V], the state before each run; None for 0, for which first chunks compute nothing.
         plan: of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]

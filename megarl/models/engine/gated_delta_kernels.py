@@ -197,7 +197,7 @@ def _blocks(size: int, keys: int) -> dict[str, int]:
         "block_size": max(SMALLEST, triton.next_power_of_2(size)),
         "block_keys": max(SMALLEST, triton.next_power_of_2(keys)),
         "columns": COLUMNS,
-        # two blocks as high as the keys are wide share a program's memory at a time
+        # Two blocks as high as the keys are wide are in a program's shared memory at a time.
         "num_stages": 1,
     }
 

@@ -251,7 +251,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, inner, up)
         ctx.request = request
-        # Three numbers a token and chunk; the logits themselves are made again in the backward pass.
+        # A few numbers a token; the logits themselves are made again in the backward pass.
         ctx.sums = []
         columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
         values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)

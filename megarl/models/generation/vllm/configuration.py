@@ -406,7 +406,7 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
-    """Refuse arguments in ``vllm_kwargs`` that megarl gives an engine itself."""
+    """Arguments in ``vllm_kwargs`` are none of those that megarl gives an engine itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
     for name in given:
         if name in FIXED_ARGUMENTS:
