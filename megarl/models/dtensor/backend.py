@@ -68,6 +68,7 @@ class DTensorBackend(HuggingFaceBackend):
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
         self.shapes = Shapes(math.lcm(share, self.policy["make_sequence_length_divisible_by"]), share)
+        # Kept apart from the padded rows, which checkpoints and exports leave out.
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -80,6 +81,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._store = DividedParameters(self.model, self._saved(), self._rows, self.runtime.device)
         self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
+            # Megatron's order: a manifest does not depend on the backend.
             in_sending_order(self._own(), self.hf_config),
             self._rows,
             self._dtype,

@@ -137,6 +137,8 @@ class AdapterSettings:
         Raises:
             ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
         """
+        # Without a pattern all linear layers, but never what has
+        # to be named: experts, embedding, output layer.
         targets, possible = self.targets or ("*",), [*layers, *(named if self.targets else ())]
         allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
@@ -303,6 +305,7 @@ class FirstFactors:
             for letter in "AB"
         }
         wanted |= {SAVED_SCORE} if self._settings.scores else set()
+        # PEFT stores the base of an adapted embedding or output layer too, which base_of compares.
         stored = {name for name in source.keys() if not name.endswith(_BASE)}
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)

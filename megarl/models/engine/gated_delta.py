@@ -253,6 +253,7 @@ def gated_delta_step(
         (heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2)
         for heads in (query * key.shape[-1] ** -0.5, key)
     )
+    # Decay before the correction, which is by what the decayed state gives for the key.
     kept = log_decay.to(dtype).exp()[..., None, None] * state
     correction = step_size.to(dtype)[..., None, None] * (value.to(dtype).unsqueeze(-2) - key @ kept)
     state = kept + key.mT @ correction
@@ -309,6 +310,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, earlier: torch.Tensor | None, plan: _TailPlan
     ) -> torch.Tensor:
+        # W - 1 places in front of each run: a shifted product for each column serves all runs at once.
         laid = inputs.new_empty(len(inputs) + len(plan.fronts), inputs.shape[1])
         laid.index_copy_(0, plan.places, inputs)
         if earlier is None:

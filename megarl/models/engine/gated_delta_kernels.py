@@ -165,6 +165,7 @@ class _Passage(torch.autograd.Function):
         corrections, final = torch.empty_like(solved), solved.new_empty(runs, heads, keys, values)
         ctx.shape = heads, size, keys, values
         _forward[(runs * heads, triton.cdiv(values, COLUMNS))](
+            # Any pointer in the place of an initial state: without one the kernel does not read it.
             *(solved, reads, written, keeps, solved if initial is None else initial),
             *(first_chunks, chunks_of_run, before, corrections, final),
             *ctx.shape,

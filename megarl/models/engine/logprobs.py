@@ -240,6 +240,7 @@ def score(
     statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
     target_logits, maximum, total, *moment = _combine(statistics, shard)
     relative = target_logits - maximum
+    # A target that top-k or top-p would not keep now counts as kept: see the module's docstring.
     left_out = torch.zeros_like(total)
     if bounds is not None:
         left_out = relative.exp().where(target_logits < bounds, left_out)

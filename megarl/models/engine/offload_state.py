@@ -90,6 +90,7 @@ class OffloadStates:
         wanted = _ON_DEVICE[target]
         leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
         coming = [part for part in _PARTS if part in wanted - self._there]
+        # What leaves goes first, for what comes may need its room; noted part by part, in case one fails.
         for part in leaving:
             self._move(part, "host")
             self._there.remove(part)

@@ -47,6 +47,7 @@ class SavingWorker(WorkerState):
                 f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
                 "path out"
             )
+        # Before anything is written: a checkpoint with NaN would be found out at the next resume.
         self._require_finite_weights(
             f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
         )

@@ -68,6 +68,7 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
 def _scoring_class(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+    # A model with code of its own names its class itself.
     of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
     name = (
         of_remote_code.rpartition(".")[2]

@@ -232,6 +232,7 @@ def topk_of_batch(
             "a number of these"
         )
     _require_all_tokens(sampling, size, "the most likely tokens")
+    # A smaller vocabulary makes the other columns padding, which is in no softmax.
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}

@@ -273,6 +273,7 @@ class EngineGroup(RolloutEngine):
         self._forget()
         self._connected = True
         addresses = [
+            # Rank 0 is the policy's; the ranks of the engines follow, engine by engine.
             [ip, port, world_size, 1 + engine * self._workers.ranks]
             for engine in range(self._workers.engines)
         ]

@@ -135,6 +135,7 @@ class HuggingFaceBackend(ABC):
         self.scheduler: LRScheduler | None = None
         self._build(source)
         if with_optimizer:
+            # Here, and not by an error of the first step, after minutes of sampling.
             self._refuse_optimizer()
             self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions, seed)
             self.scheduler = build_scheduler(policy, self.optimizer)
@@ -260,6 +261,7 @@ class HuggingFaceBackend(ABC):
             return
         if part == "gradients":
             self.zero_grad()
+        # FSDP keeps them in host memory, and brings them by itself.
         elif self.offloads:
             return
         elif part == "parameters":

@@ -84,6 +84,7 @@ def save_optimizer(
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
+    # Tensors through DCP, so that any layout reads them; numbers and texts in one file of rank 0.
     tensors = {
         _key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)
     }

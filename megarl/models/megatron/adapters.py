@@ -436,6 +436,7 @@ class Adapters:
         vocabulary = _vocabulary(architecture)
         refuse_tied(architecture.tied_embeddings, settings)
         self._rows = {module: architecture.vocab_size for module in vocabulary}
+        # Matrices that can have no adapter, such as routers: a pattern that names one is refused.
         others = sorted(matrices - {*layers, *of_experts, *vocabulary})
         self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
         _refuse_some_experts(self.adapted, apart, settings)

@@ -482,6 +482,7 @@ class MegatronBackend:
         self._mover.move(part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
+        # Asked first: a missing optimizer is refused before the weights are written.
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype, said = (

@@ -388,6 +388,7 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
     """Inside, errors of Megatron-Core and of DCP become megarl's."""
     try:
         yield
+    # DCP's is no Exception, and holds those of all ranks; megarl's own among them go on as they are.
     except CheckpointException as error:
         refused = next(
             (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None

@@ -117,9 +117,11 @@ def generate(
     greedy: bool,
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
+    # Hooks that gather parameters wait for a training pass; decoding has none.
     backend.sync_parameters()
     graphs = graphs_on(backend.runtime.device)
 
+    # One cache for all batches of the call: recorded steps have its addresses.
     decoded = DecodedRows(graphs, backend.runtime.device)
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:

@@ -60,6 +60,7 @@ class Decoder(HybridStack):
         """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor
         as there."""
         config = self.config
+        # GPTModel's decoder decides by these, too, whether each layer has tensors of its own.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
         apart = (
             apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)

@@ -66,6 +66,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
                 *given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options
             )
         finally:
+            # Also after an error: all layers share this embedding.
             self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:

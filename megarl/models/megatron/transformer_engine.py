@@ -115,6 +115,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False or (wanted == AUTO and prefers_portable_layers(policy, has_experts=has_experts)):
         return False
+    # The configuration is the same on all ranks, so that all come to this collective, or none.
     finding = try_it()
     on_all, on_any = _agreed(finding.reason is None)
     if on_all:

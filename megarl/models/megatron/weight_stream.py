@@ -591,6 +591,8 @@ class WeightStream:
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
+                # The same local expert of all ranks is a round: without
+                # the offset of its rank the names are equal.
                 rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
                     (place, entry)
                 )

@@ -99,6 +99,7 @@ def shard_batch(
         PackingError: a sequence does not fit the token budget, or fewer rows than replicas.
     """
     rows = data.size
+    # Only here: a copy that is trained on would count twice.
     if phase == "logprob":
         data = _filled(data, replicas * rows_together)
     packing, dynamic = policy.get("sequence_packing"), policy.get("dynamic_batching")

@@ -138,6 +138,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
+        # A model that also sees has the sizes of its text one level down.
         facts = facts.get("text_config") or facts
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
@@ -362,6 +363,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel "
                 f"replicas{kept}): choose a multiple"
             )
+        # A plan by tokens makes micro-batches of its own, whatever their number of rows.
         if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
             return
         if (global_batch // replicas) % micro_batch:

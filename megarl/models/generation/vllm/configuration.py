@@ -177,6 +177,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
     """The engine's weights have room in its share of a device; without that, engines would fail after minutes
     of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
+    # Sized as the run starts it: vLLM's sampler takes memory for each row that it may have.
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)

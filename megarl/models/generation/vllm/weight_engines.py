@@ -212,6 +212,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 self._adapter.clear()
                 raise RefitError(_ENDED_EARLY)
             return
+        # Refused only after the end of the reload, so that the next refit finds a model to load into.
         missing = sorted(self._expected - self._loaded)
         try:
             with _taking_memory(self.model):

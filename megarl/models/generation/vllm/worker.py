@@ -432,6 +432,7 @@ class VllmGenerationWorker:
 
         config = cast(GenerationConfig, {**self._config, **(sampling or {})})
         requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+        # Token ids and not text, which vLLM would tokenize once more, perhaps otherwise.
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)
