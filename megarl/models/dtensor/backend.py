@@ -337,8 +337,8 @@ class DTensorBackend(HuggingFaceBackend):
             take_memory(model)
 
     def _to_generate(self) -> Any:
-        """That model on the meta device. Its buffers are those of training, whatever the precision of its
-        parameters: rounded to it, the frequencies of a rotary embedding would be others."""
+        """Make that model on the meta device. Its buffers are those of training, whatever the precision of
+        its parameters: rounded to it, the frequencies of a rotary embedding would be others."""
         model = self._undivided()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)

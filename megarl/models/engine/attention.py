@@ -259,7 +259,7 @@ def _seen_by_last(
 def _seen(
     queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
+    """Mask of the keys that a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
     # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
     if window is not None:

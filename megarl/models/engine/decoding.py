@@ -281,8 +281,8 @@ class _Decoding:
             logits = forward.step(newest, lengths)
 
     def _kept(self, is_open: np.ndarray) -> np.ndarray:
-        """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes
-        are few, some that have ended; none where none is open."""
+        """Return the rows of the batch to go on with, in their order: all, or those that are open and, where
+        sizes are few, some that have ended; none where none is open."""
         rows, staying = len(is_open), int(is_open.sum())
         # A recorded graph has one number of rows, so few sizes are worth rows that are decoded for nothing.
         if self.decoder.graphs.few_sizes:

@@ -163,13 +163,13 @@ class InFlightBucket:
         self.spare = spare
 
     def wait(self) -> None:
-        """Until they are there."""
+        """Wait until the shards are there."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def flats(self) -> tuple[torch.Tensor, ...]:
-        """Wait for them; what the places of the unshard plan lie in."""
+        """Wait for the shards; return the flat tensors that the places of the unshard plan are in."""
         self.wait()
         return self.unshard_plan.flats(self._shards, self.spare)
 

@@ -177,8 +177,8 @@ def _local_statistics(
 
 
 def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, ...]:
-    """Over all ranks: target logit, maximum, sum of exponentials relative to it, and for entropies that of
-    them times logits; [T] each."""
+    """Combine the statistics of all ranks: target logit, maximum, sum of exponentials relative to it, and for
+    entropies that of them times logits; [T] each."""
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)

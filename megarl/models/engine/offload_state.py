@@ -265,6 +265,7 @@ def _parameters(backend: Backend) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _write(backend: Backend, weights: Sequence[torch.Tensor]) -> None:
-    """In the order of the device's queue, so that no copy overtakes a pass that is still to run."""
+    """Write weights into the model, in the order of the device's queue, so that no copy overtakes a pass
+    that is still to run."""
     for parameter, weight in zip(_parameters(backend), weights, strict=True):
         parameter.copy_(weight, non_blocking=True)

@@ -97,7 +97,7 @@ class SendingWorker(WorkerState):
         return self._handing.mailbox()
 
     def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
-        """From now on hand to each rank of an engine what it reads of the weights. Collective.
+        """Hand to each rank of an engine what it reads of the weights, from now on. Collective.
 
         Args:
             wanted: what the ranks of the engines read; None where they take whole weights.

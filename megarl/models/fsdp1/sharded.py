@@ -52,7 +52,7 @@ class _SumInFloat32:
         add_to_sum(self._parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left."""
+        """Do nothing: ``step`` has let go of the gradient."""
 
 
 class Sharded:

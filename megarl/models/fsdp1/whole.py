@@ -65,7 +65,7 @@ class FullModel:
             self._held[name].get().copy_(master)
 
     def after_pass(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no parameter was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """``names`` and their whole parameters; they stay the model's own."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 NODE = "node"
 """Axis of the workers of one engine, one on each of its nodes."""
 LIFE_SECONDS = 60.0
-"""That an engine may take to say that it lives, behind a call that it was in."""
+"""Seconds that an engine has to answer ``is_alive``, after a call that it was in."""
 
 
 @dataclass(frozen=True, slots=True)

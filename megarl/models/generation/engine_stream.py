@@ -21,13 +21,13 @@ from megarl.distributed.token_batches import pad_arrays
 from megarl.models.generation.stream import Completion, Request
 
 TURN_SECONDS = 0.05
-"""That an engine works before it asks for further requests, where nothing is completed earlier."""
+"""Seconds that an engine works before it asks for further requests, where nothing is completed earlier."""
 
 GATHER_SECONDS = 0.5
 """Time between fetches of completions that no request follows. An engine is idle for a few ms between
 calls."""
 
-# After which a call that has not come back is waited for alone, by its deadline.
+# After these seconds a call that has not come back is waited for alone, by its deadline.
 _PATIENCE_SECONDS = 5.0
 
 

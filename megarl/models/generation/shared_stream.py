@@ -19,7 +19,7 @@ from megarl.errors import MegarlError
 from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
-# That new requests wait for a poll at most, and that requests of a wave are waited for.
+# Seconds that new requests wait for a poll at most, and that requests of a wave are waited for.
 _LOOK_SECONDS = 0.05
 
 
@@ -62,7 +62,7 @@ class _Open:
         return Request(tokens, seed, bound - done, request.stop_strings)
 
     def completed(self, truncated: bool) -> Completion:
-        """All of it."""
+        """Join the pieces to the completion."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
         tokens, logprobs = (

@@ -228,7 +228,7 @@ class HuggingFaceBackend(ABC):
         """Nothing is cached: the next pass reads the parameters again."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of it: there is one stage."""
+        """Export all weights: there is one stage."""
         return self.export_hf()
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:

@@ -191,7 +191,7 @@ class LooseParameters:
 
 
 def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    """All of it, uint8."""
+    """Return a view of all bytes of a storage, uint8."""
     # Bytes, because tensors of several dtypes and shapes may share one storage.
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 

@@ -43,7 +43,7 @@ class CachesRows:
         rotary_pos_emb: Any,
         *others: Any,
     ) -> tuple[Any, ...]:
-        """In the place of Megatron's own: the same, but for the cache; it rotates nothing."""
+        """Store keys and values in our cache, in the place of Megatron's own method; rotate nothing."""
         if inference_context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         assert self.rows is not None, "inside of decoding()"

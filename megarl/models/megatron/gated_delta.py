@@ -218,7 +218,7 @@ class GatedDeltaMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """All of it; what Megatron's modules do not describe themselves is cut by rows."""
+        """Return the sharded state; what Megatron's modules do not describe themselves is cut by rows."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(

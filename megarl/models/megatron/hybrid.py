@@ -57,8 +57,8 @@ class Decoder(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor
-        as there."""
+        """Return the sharded state by local names; the tensors have GPTModel's names, with layers of one form
+        in one tensor as there."""
         config = self.config
         # GPTModel's decoder decides by these, too, whether each layer has tensors of its own.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
@@ -103,8 +103,8 @@ class LayeredModel(HybridModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All of it, but for the output layer's extra state, which is empty, and in no checkpoint of
-        GPTModel."""
+        """Return the sharded state without the output layer's extra state, which is empty, and in no
+        checkpoint of GPTModel."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded

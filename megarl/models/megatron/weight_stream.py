@@ -135,7 +135,7 @@ class Reach(enum.IntEnum):
 
 
 class Beside(NamedTuple):
-    """Which shards a rank has, and which rank of an engine reads on its device; -1 for none."""
+    """The shards that a rank has, and the rank of an engine that reads on its device; -1 for none."""
 
     tensor: int
     expert_tensor: int
@@ -444,8 +444,8 @@ class WeightStream:
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """From now on give in ``sliced`` what the engine's rank on each device reads. Collective, after one
-        pass through the weights.
+        """Agree on the slices that ``sliced`` gives from now on: what the engine's rank on each device reads.
+        Collective, after one pass through the weights.
 
         A weight of which each rank has in its own shard what is read there is not gathered, and an expert
         of which nothing is read on devices of ranks that do not have it stays where it is. Others are
@@ -567,8 +567,8 @@ class WeightStream:
             yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
-        """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and
-        shapes."""
+        """Put all parameters in their order into buckets, the same on all ranks. The one exchange of names
+        and shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages: list[Any] = [listing]
         if self._groups.pipeline_size > 1:

@@ -560,7 +560,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
-        """From now on hand slices of weights to engines on the same devices, where no rank needs another's
+        """Hand slices of weights to engines on the same devices from now on, where no rank needs another's
         shard for them.
 
         Args:

@@ -43,7 +43,7 @@ WORKERS = "generation"
 """What the group of workers is called."""
 
 LIFE_SECONDS = 60.0
-"""That a worker may take to say that it lives, behind a call that it was in."""
+"""Seconds that a worker has to answer ``is_alive``, after a call that it was in."""
 
 
 class PolicyEnginesConfig(TypedDict):

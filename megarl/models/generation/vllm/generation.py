@@ -110,11 +110,11 @@ class VllmGeneration(EngineGroup):
 
     @property
     def scores(self) -> bool:
-        """All do."""
+        """True: all of vLLM's workers have ``score``."""
         return True
 
     @property
     def takes_requests(self) -> bool:
-        """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what
-        waits together."""
+        """True without ``fast_sampling``, where the random numbers of a request depend on what waits with
+        it."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

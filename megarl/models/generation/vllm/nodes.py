@@ -55,7 +55,7 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """None of its processes has ended."""
+        """True while none of its processes has ended."""
         return all(process.is_alive() for process in self._processes)
 
     def shutdown(self) -> None:

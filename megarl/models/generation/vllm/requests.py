@@ -112,7 +112,7 @@ def _is_fast(config: GenerationConfig) -> bool:
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:
-    """In vLLM's words, for which a temperature of 0 takes the most likely token."""
+    """Return the settings as vLLM has them, where a temperature of 0 takes the most likely token."""
     if settings.greedy:
         return {"temperature": 0.0}
     # 0 means all tokens to vLLM.

@@ -47,4 +47,4 @@ def _mapped(beginning: str) -> Iterator[Path]:
 
 
 def _nothing() -> None:
-    """In place of a removal that has been done."""
+    """Replace ``unlink`` once the file is removed."""

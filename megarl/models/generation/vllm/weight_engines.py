@@ -389,8 +389,8 @@ class SharedMemoryEngine(_Reloading):
         }
 
     def take_slices(self, names: list[str]) -> None:
-        """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by
-        default none."""
+        """Take these weights as the slices that this rank reads, in refits that go by themselves from now on;
+        by default none."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
         # of some weights other ranks alone read a slice

@@ -93,9 +93,9 @@ def _devices() -> list[str]:
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-# between two looks at vLLM's processes while one of its calls lasts
+# Seconds between two looks at vLLM's processes while one of its calls lasts.
 LOOK_SECONDS = 1.0
-# that a call has to fail of itself after a process died, and say why
+# Seconds that a call has to fail of itself after a process died, and say why.
 LAST_WORDS_SECONDS = 5.0
 
 
@@ -118,12 +118,12 @@ class Engine:
 
     @property
     def has_sleep_mode(self) -> bool:
-        """It can give its memory back and take it again."""
+        """True where it can give its memory back and take it again."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
     @property
     def is_alive(self) -> bool:
-        """None of its processes has ended."""
+        """True while none of its processes has ended."""
         return all(process.is_alive() for process in self._processes)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
