@@ -20,6 +20,7 @@ REWRITTEN = (
             "data",
             "doctor",
             "library",
+            "models",
             "observe",
             "parity",
             "quickstart",
@@ -47,10 +48,10 @@ REWRITTEN = (
 
 # What is reached over all packages. A bound may only be set nearer to the aim: 3 % of docstrings, 5 % of
 # lines of code, 18 a 1,000 lines.
-MOST_QUESTIONS, MOST_SPLIT_NAMES = 151, 0
-LEAST_COMMENTS = 0.0282
+MOST_QUESTIONS, MOST_SPLIT_NAMES = 60, 0
+LEAST_COMMENTS = 0.0339
 MOST_COMPREHENSIONS = 29
-MOST_WORDS = 578
+MOST_WORDS = 426
 
 
 @pytest.fixture(scope="module")

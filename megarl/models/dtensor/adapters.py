@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linear layers of transformers' models, which DTensor and FSDP2 divide as they do
+"""Low-rank adapters of linear layers of transformers' models, which DTensor and FSDP2 divide as they do
 the layers.
 
 The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the
@@ -65,7 +65,7 @@ class AdaptedLinear(nn.Linear):
 
         Args:
             inputs: of the layer.
-            output: without its adapter, as it lies behind the layer.
+            output: without its adapter, as the layer gives it.
             down, up: this rank's parts of A and B.
             between: brings what comes between the factors to where ``up`` needs it.
         """
@@ -166,6 +166,7 @@ class Adapters:
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
         if self._score is not None:
+            # PEFT's modules_to_save: the score layer is trained in full, with the adapters.
             self._score.requires_grad_(True)
         for name in self.adapted:
             self._put_beside(linears[name] if name in linears else vocabulary[name])
@@ -177,6 +178,7 @@ class Adapters:
         else:
             shapes = (rank, layer.in_features), (layer.out_features, rank)
         for factor, shape in zip(FACTORS, shapes, strict=True):
+            # On the layer itself, so that plans and fully_shard divide it with the weight.
             layer.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
         # the class and not a wrapper: the layer keeps its name, and so do its weights
         layer.__class__ = AdaptedEmbedding if isinstance(layer, nn.Embedding) else AdaptedLinear

@@ -68,6 +68,7 @@ class DTensorBackend(HuggingFaceBackend):
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
         self.shapes = Shapes(math.lcm(share, self.policy["make_sequence_length_divisible_by"]), share)
+        # Kept apart from the padded rows, which checkpoints and exports leave out.
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -80,6 +81,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._store = DividedParameters(self.model, self._saved(), self._rows, self.runtime.device)
         self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
+            # Megatron's order: a manifest does not depend on the backend.
             in_sending_order(self._own(), self.hf_config),
             self._rows,
             self._dtype,
@@ -95,7 +97,7 @@ class DTensorBackend(HuggingFaceBackend):
         """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective
         over all ranks.
 
-        Not every operation of every optimizer knows DTensors, and some know them only where all lie on one
+        Not every operation of every optimizer knows DTensors, and some know them only where all are on one
         mesh.
         """
         smallest: dict[Any, DTensor] = {}
@@ -239,7 +241,7 @@ class DTensorBackend(HuggingFaceBackend):
                     self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last
                 )
         except BaseException:
-            # torch below 2.13 has no way back from a pass that was broken off
+            # torch below 2.13 has no way back from a pass that was interrupted
             getattr(self.model, "reset_iter_state", lambda: None)()
             raise
         finally:
@@ -335,8 +337,8 @@ class DTensorBackend(HuggingFaceBackend):
             take_memory(model)
 
     def _to_generate(self) -> Any:
-        """That model on the meta device. Its buffers are those of training, whatever the precision of its
-        parameters: rounded to it, the frequencies of a rotary embedding would be others."""
+        """Make that model on the meta device. Its buffers are those of training, whatever the precision of
+        its parameters: rounded to it, the frequencies of a rotary embedding would be others."""
         model = self._undivided()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)

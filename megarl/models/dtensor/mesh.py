@@ -59,6 +59,7 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
             f"multiple of {copy} ranks"
         )
     _forget_earlier_meshes()
+    # A pipeline dimension of 1, so that groups have the form that the engine expects.
     root = init_device_mesh(
         device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp")
     )
@@ -69,6 +70,7 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
         pipeline=root["pp"].get_group(),
         ring=ring,
     )
+    # Context-parallel ranks hold copies of the weights: dividing these over them too saves memory.
     sharding: Any = root["dp", "cp"]._flatten("dp_cp")
     return Meshes(sharding, root["cp"], root["tp"], groups)
 
@@ -123,6 +125,7 @@ def context_parallel(
         if size > 1
         else ContextShare()
     )
+    # By identity: == of tensors compares their elements.
     kept = {id(buffer) for buffer in no_restore}
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):
@@ -139,5 +142,6 @@ def context_parallel(
 
 @torch.no_grad()
 def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    # In place: the caller's own tensors have to be the parts.
     buffer.resize_(value.shape)
     buffer.copy_(value)

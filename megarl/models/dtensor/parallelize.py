@@ -69,6 +69,7 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
     }
+    # Layers first: fully_shard of an outer module takes only parameters that no inner one has.
     for layer in layers_of(model):
         fully_shard(layer, **options)
     if not is_tied(model):
@@ -90,7 +91,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them anew, with whatever was written to them
+    """Free gathered parameters, so that the next pass gathers them again, with whatever was written to them
     meanwhile."""
     for module in sharded_modules(model):
         module.reshard()
@@ -136,6 +137,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
+    # By parameter: tied ones have two places, and must stay one.
     whole: dict[DTensor, nn.Parameter] = {
         parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad)
         for _, _, parameter in places
@@ -225,6 +227,7 @@ def _without_values(model: Any, device: torch.device) -> None:
     buffers = [
         (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
     ]
+    # to_empty gives buffers new memory as well, so that their values are put back below.
     model.to_empty(device=device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer

@@ -108,6 +108,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         )
     else:
         plan = model_plan(model)
+    # Entries that name nothing go: a plan of ours names norms that not every model has.
     return _divide_vocabulary({key: style for key, style in plan.items() if _modules_of(key, model)}, model)
 
 
@@ -229,7 +230,7 @@ def _check_shared_inputs(plan: Plan) -> None:
 
 
 def _is_below(name: str, key: str) -> bool:
-    """Whether modules of the plan's entry ``name`` lie within modules of its entry ``key``."""
+    """Return whether modules of the plan's entry ``name`` are inside modules of its entry ``key``."""
     inner, outer = name.split("."), key.split(".")
     return len(inner) > len(outer) and all(
         "*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False)

@@ -1,7 +1,7 @@
 """Borders between what tensor-parallel ranks compute alike and what each computes a part of, each with its
 one collective.
 
-A border changes how an activation lies over the ranks: ``Replicate()`` (every rank has all of it),
+A border changes how an activation is spread over the ranks: ``Replicate()`` (every rank has all of it),
 ``Shard(dimension)`` (equal runs along one dimension, in the order of the ranks), or parts that have yet to be
 added up. Its backward pass changes the gradient the other way.
 """
@@ -23,7 +23,7 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
     ranks add up.
 
     Args:
-        activation: lies as ``layout``.
+        activation: spread as ``layout``.
         layout: ``Replicate()`` or ``Shard(dimension)``.
         group: the tensor-parallel ranks.
     """
@@ -73,11 +73,13 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         whole = parts.contiguous()
         if whole is parts:
+            # The sum is written into the argument, which autograd has to know.
             ctx.mark_dirty(parts)
         return _add_up(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Every rank computes alike from the sum, so each has the whole gradient already.
         return gradient, None
 
 

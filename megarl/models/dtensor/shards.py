@@ -1,4 +1,4 @@
-"""Shards of a divided model: where this rank's piece of a parameter lies in the full tensor, and how
+"""Shards of a divided model: where this rank's piece of a parameter is in the full tensor, and how
 checkpoints hold the pieces.
 
 A parameter is cut twice: over tensor-parallel ranks in equal parts along one dimension (or not at all), and
@@ -7,7 +7,7 @@ be shorter or empty. Both cuts together give a block.
 
 In a checkpoint every tensor, of the optimizer state too, has its true shape (without vocabulary padding) and
 is cut over all ranks in runs of rows, so that any layout, and the other torch backend, can read it. One
-tensor at a time is brought together and cut anew.
+tensor at a time is gathered and cut again.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def write_block(parameter: DTensor, whole: torch.Tensor) -> None:
 def _fill(parameter: DTensor, values: torch.Tensor) -> None:
     local = parameter.to_local()
     local[: values.shape[0]].copy_(values)
+    # Padding of the vocabulary: never sampled, but part of products, where NaN would spread.
     local[values.shape[0] :].zero_()
 
 
@@ -141,6 +142,7 @@ def gather_parts(
     ranks = next(iter(blocks.values())).sharding_size
     for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
         widths = [spaces[name] for name in names]
+        # Zeros: pieces may be shorter than their space, and the rest travels too.
         row = torch.zeros(sum(widths), dtype=dtype, device=device)
         for name, space in zip(names, row.split(widths), strict=True):
             piece = parameters[name].to_local().flatten()
@@ -229,6 +231,7 @@ class DividedParameters:
 
     def _share_of(self, whole: torch.Tensor) -> DTensor:
         first, last = self._range(whole.shape[0])
+        # On the host: checkpoints of all tensors together have no room on the device.
         local = whole[first:last].to("cpu", copy=True)
         return DTensor.from_local(
             local,

@@ -257,6 +257,7 @@ class NormOfParts(ParallelStyle):
         plain = module.forward
 
         def forward(*inputs: Any, **keywords: Any) -> Any:
+            # The norm's own forward reads its attributes, which are local tensors for the time of the call.
             present = dict(module._parameters)
             try:
                 module._parameters.update(
@@ -273,6 +274,7 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
     parameter = module.get_parameter(name)
     # None: no rank broadcasts, because the model has no values yet.
     divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    # Registered under the same name: checkpoints and refits go by names.
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
@@ -281,13 +283,13 @@ _PARTS = "names_of_partial_gradients"
 
 
 def finds_part(module: nn.Module, name: str) -> bool:
-    """Whether each rank finds a part of the gradient of a parameter that all ranks have."""
+    """Return whether each rank finds a part of the gradient of a parameter that all ranks have."""
     return name in getattr(module, _PARTS, ())
 
 
 def computes_locally(model: nn.Module) -> bool:
-    """Whether every module of a model with a divided parameter of its own has a style of these, which take
-    plain parameters as well."""
+    """Return whether every module of a model with a divided parameter of its own has a style of these, which
+    take plain parameters as well."""
     owners = (
         module
         for module in model.modules()
@@ -300,12 +302,14 @@ def _computing(
     module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()
 ) -> nn.Module:
     """``module`` with another forward pass; of the gradients of ``parts`` each rank finds a part."""
-    setattr(module, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
+    # setattr: mypy takes a method for something that cannot be replaced
+    setattr(module, "forward", forward)  # noqa: B010
     setattr(module, _PARTS, parts)
     return module
 
 
 def _is_linear(module: nn.Module) -> bool:
+    # By forward: a subclass that computes otherwise goes through torch's style.
     return isinstance(module, nn.Linear) and type(module).forward in (
         nn.Linear.forward,
         AdaptedLinear.forward,

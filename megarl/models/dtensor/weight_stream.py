@@ -66,6 +66,7 @@ def _set_out(
     own = rows[dist.get_rank()]
     for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
         piece = pieces[name].flatten()[sent]
+        # Rounded to the dtype of the export here, which halves what travels.
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
     return InFlightBucket(bucket.unshard_plan, rows, pending, spare)
@@ -167,6 +168,7 @@ def _sent(block: Block) -> slice:
     count = (last - first) * math.prod(block.part[1:])
     if block.tensor_dimension is not None:
         return slice(0, count)
+    # Ranks with the same block send a share each: nobody sends what another one does.
     begin = min(block.tensor_rank * _space(block), count)
     return slice(begin, min(begin + _space(block), count))
 

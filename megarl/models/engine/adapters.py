@@ -5,6 +5,9 @@ B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is
 factors have PEFT's names, whatever a backend fuses.
 """
 
+# A PeftDirectory has keys() and is no mapping: "in" would not ask for its names.
+# ruff: noqa: SIM118
+
 from __future__ import annotations
 
 import contextlib
@@ -52,7 +55,7 @@ class AdapterSettings:
         targets, excluded: patterns of layers that have an adapter, and of those that have none.
         parameters: patterns of stacks of experts that have one.
         start: PEFT directory that training goes on from.
-        base: the model that the adapters stand beside, as the configuration names it.
+        base: the model of the adapters, as the configuration names it.
         scores: the model has a score layer, which is trained whole and stored with the adapters.
     """
 
@@ -134,6 +137,8 @@ class AdapterSettings:
         Raises:
             ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
         """
+        # Without a pattern all linear layers, but never what has
+        # to be named: experts, embedding, output layer.
         targets, possible = self.targets or ("*",), [*layers, *(named if self.targets else ())]
         allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
@@ -171,11 +176,12 @@ class AdapterSettings:
         stacks: Collection[str] = (),
         other_stacks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the ``adapter_config.json`` of adapters beside some of a model's matrices, and of its stacks
+        """Return the ``adapter_config.json`` of adapters of some of a model's matrices, and of its stacks
         of experts."""
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
         ends -= {name.rpartition(".")[2] for name in rest}
+        # By the last part of a name where all such layers have an adapter: PEFT reads it as a suffix.
         targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
         return {
             "peft_type": "LORA",
@@ -219,7 +225,7 @@ class FirstFactors:
     Args:
         settings: of the adapters.
         modules: names of all layers of the model that have one.
-        seed: of the matrices A that are drawn.
+        seed: of the random matrices A.
         stacks: of experts that have one.
 
     Raises:
@@ -249,13 +255,16 @@ class FirstFactors:
                     f"{list(shape)}"
                 )
             return stored
+        # One factor is zero, so that training begins with the base; PEFT's choice for an embedding is A.
         if letter == ("A" if is_embedding(module) else "B"):
             return torch.zeros(shape)
+        # By the layer's name: neither the order of layers nor the ranks that hold them change the numbers.
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if letter == "B":
             return torch.randn(shape, generator=generator)
         if self._settings.init == "kaiming":
+            # kaiming_uniform_ with a = sqrt(5), PEFT's choice: its bound is 1 / sqrt(inputs).
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
         deviation = (
             math.sqrt(2 / (width + self._settings.rank))
@@ -273,7 +282,7 @@ class FirstFactors:
         """Return the weight of the base that the adapter to go on from has with it, as PEFT keeps those of
         embedding and output layer."""
         name = f"{PEFT_PREFIX}{module}{_BASE}"
-        return self._source.read(name) if self._source is not None and name in self._source.keys() else None  # noqa: SIM118 - no mapping
+        return self._source.read(name) if self._source is not None and name in self._source.keys() else None
 
     def _read(self, source: PeftDirectory, module: str, letter: str) -> torch.Tensor:
         if module not in self._stacked:
@@ -296,7 +305,8 @@ class FirstFactors:
             for letter in "AB"
         }
         wanted |= {SAVED_SCORE} if self._settings.scores else set()
-        stored = {name for name in source.keys() if not name.endswith(_BASE)}  # noqa: SIM118 - no mapping
+        # PEFT stores the base of an adapted embedding or output layer too, which base_of compares.
+        stored = {name for name in source.keys() if not name.endswith(_BASE)}
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
             raise self._refusal(
@@ -367,6 +377,7 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
         settings: of the adapters.
     """
     everywhere = [""] * dist.get_world_size()
+    # All ranks raise alike: a rank with the right rows would go on into the next collective.
     dist.all_gather_object(everywhere, module)
     modules = [found for found in everywhere if found]
     if modules:

@@ -53,12 +53,12 @@ def serves(query: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of queries, each with the keys that it sees, as a kernel wants to be told of them.
+    """Runs of queries, each with the keys that it sees, in the form that a kernel takes.
 
     Attributes:
         queries, keys: [N + 1] int32, where each run begins; the last entry is the end.
         longest_queries, longest_keys: the longest run of each.
-        order: [K] int64, the keys of all runs, one behind the other; None where they lie so already.
+        order: [K] int64, the keys of all runs, one behind the other; None where they are in that order.
     """
 
     queries: torch.Tensor
@@ -84,6 +84,7 @@ def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: to
     order = None
     if size > 1:
         seen = torch.cat([torch.arange(piece.start, piece.stop) for _, piece in pieces])
+        # Each run of queries sees its sequence from the start, so keys of the beginning come several times.
         order = sent_to((torch.arange(rows)[:, None] * starts[-1] + seen).flatten(), device)
     asked, held = (offsets((0, *itertools.accumulate(lengths)), device) for lengths in (queries, keys))
     return Runs(asked, held, max(queries), max(keys), order)
@@ -133,7 +134,7 @@ def varlen_attention(
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Where sequences lie in the sequence dimension that attention sees.
+    """Layout of sequences along the sequence dimension that attention sees.
 
     Attributes:
         starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is
@@ -166,7 +167,7 @@ def causal_attention(
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
-        sinks: [H] logits, one a head, that take their share of every softmax beside the scores and have no
+        sinks: [H] logits, one a head, that take their share of every softmax next to the scores and have no
             value; None for none.
         row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing
             but itself sees; a row may have more of them than there are keys. None for no padding.
@@ -193,6 +194,7 @@ def causal_attention(
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
+    # A mask, which rules FlashAttention out: scaled_dot_product_attention knows no windows and no padding.
     mask = _seen(queries, keys, window, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
@@ -206,6 +208,7 @@ def _of_one_query(
 ) -> torch.Tensor:
     """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one
     keys would be repeated."""
+    # With one query a row the heads of a group may stand for queries: all of them see the same keys.
     each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     return (
         scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
@@ -256,7 +259,7 @@ def _seen_by_last(
 def _seen(
     queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
+    """Mask of the keys that a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
     # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
     if window is not None:
@@ -291,6 +294,7 @@ def _with_sinks(
     scale = width**-0.5 if scale is None else scale
     # Divided by the scale, which attention multiplies all scores with.
     logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+    # 1 in the added element and 0 in the others: the score is the query's added element alone.
     sink = pad(key.new_ones(1), (width, 0))
     key = torch.cat([sink.expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
     mixed = scaled_dot_product_attention(
@@ -364,8 +368,8 @@ def attention(
 
 
 def _starts(query: torch.Tensor, layout: SequenceLayout) -> tuple[int, ...]:
-    """Where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry is the
-    end."""
+    """Return where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry
+    is the end."""
     return layout.starts or (0, query.shape[2] * layout.context.size)
 
 
@@ -382,7 +386,7 @@ def _of_equal_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel
 ) -> torch.Tensor:
     """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros,
-    which change no score and give zeros that are cut off."""
+    which change no score and give zeros that are dropped."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
     # The scale is that of the true width of the keys, not of the filled one.
@@ -407,6 +411,7 @@ def _whole_keys_and_values(
     key: torch.Tensor, value: torch.Tensor, starts: tuple[int, ...], context: ContextShare
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, G, s, D] of every rank to [B, G, S, D] in order, both in one collective."""
+    # The sequence in front, where gather_shared puts parts together; one collective for both.
     both = torch.stack([key, value]).movedim(3, 0)
     whole = gather_shared(both, starts, context).movedim(0, 3)
     return whole[0], whole[1]

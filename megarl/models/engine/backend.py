@@ -105,8 +105,8 @@ class Backend(Protocol):
         reach. Local."""
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of ``parameters`` that gradients, their norm, the optimizer and its checkpoint are about:
-        adapters alone where there are some. Local."""
+        """Return the part of ``parameters`` that gradients, their norm, the optimizer and its checkpoint are
+        about: adapters alone where there are some. Local."""
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which the model is its base, whose weights nothing changes; None for a model that has
@@ -125,8 +125,8 @@ class Backend(Protocol):
         sum of both, which is made a bucket at a time."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of ``export_hf`` that this pipeline stage has, in that order. From the second export on
-        collective within the stage alone."""
+        """Return the part of ``export_hf`` that this pipeline stage has, in that order. From the second
+        export on collective within the stage alone."""
 
     def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
         """Return PEFT's config of the adapters, and names and whole factors as PEFT has them, in the same
@@ -146,7 +146,7 @@ class Backend(Protocol):
         """
 
     def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``export_hf``, with slices of the weights that were agreed on."""
+        """Export as ``export_hf``, with slices of the weights that were agreed on."""
 
     @property
     def gathered_bytes(self) -> int:

@@ -85,6 +85,7 @@ class DecodedRows:
         self.place.add_(1)
         if not self.fixed:
             return self._end
+        # Powers of two: as many graphs as the logarithm of the longest answer.
         return min(max(FEWEST_POSITIONS, 1 << (self._end - 1).bit_length()), self._size[0])
 
     def step(self, lengths: torch.Tensor, positions: int) -> None:
@@ -114,6 +115,7 @@ class DecodedRows:
         if self._prompts is not None:
             for cached, new in zip(self._cache[layer], (key, value), strict=True):
                 self._prompts.write(cached, new)
+            # In a pass over prompts queries see the pass itself; nothing has been cached before it.
             return key, value
         assert self._step is not None, "a pass has begun"
         keys, values = (cached[: self._step.positions, : key.shape[1]] for cached in self._cache[layer])

@@ -36,10 +36,10 @@ LEAVING_SHARE = 1 / 8
 
 ROWS_RATIO = 4
 """Where steps are recorded batches have a power of this many rows once rows have left, because each size is
-recorded anew."""
+recorded once more."""
 
 PASS_POSITIONS = 512
-"""One pass more over the prompts is worth so many positions of padding that it saves: it launches all
+"""One pass more over the prompts is worth this many positions of padding that it saves: it launches all
 operations, and reads all weights, once more."""
 
 
@@ -79,8 +79,8 @@ class Forward(Protocol):
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a ``Forward`` with an empty cache for so many rows and positions; the one before is not needed any
-more."""
+"""Makes a ``Forward`` with an empty cache for some numbers of rows and positions; the one before is not
+needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def decode(
         decoder: the model; it is in evaluation mode.
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry
             a row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are
-            drawn from this process's generator.
+            taken from this process's generator.
         config: the generation configuration.
         tokenizer: decodes answers for stop strings.
         greedy: take the most likely token instead of sampling.
@@ -157,6 +157,7 @@ def decode(
         uniforms = (
             None
             if greedy
+            # All numbers of an answer at once, from the row's own seed: neither batch nor layout has a say.
             else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
         )
         batch = _Decoding(
@@ -205,8 +206,10 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
     """One seed a row, the same on all ranks of a replica and different between data-parallel ranks."""
     if "sampling_seeds" in data:
         return data["sampling_seeds"].tolist()
+    # On the CPU: its generator is in checkpoints, and the same whatever the device.
     drawn = torch.randint(SEED_RANGE, (rows,))
     box = [drawn + groups.data_rank * 0x9E3779B97F4A7C15 % SEED_RANGE]
+    # Ranks of a replica may have used up different random numbers; the first one's hold.
     for group in (groups.tensor, groups.context):
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
@@ -262,6 +265,7 @@ class _Decoding:
         done = 0
         while True:
             chosen = self._choose(len(rows), logits, None if uniforms is None else uniforms[:, done])
+            # On the device: the next step need not wait for what the host makes of the tokens.
             newest = chosen[0].long()
             self._write(rows, done, chosen.cpu().numpy(), stop)
             done += 1
@@ -277,9 +281,10 @@ class _Decoding:
             logits = forward.step(newest, lengths)
 
     def _kept(self, is_open: np.ndarray) -> np.ndarray:
-        """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes
-        are few, some that have ended; none where none is open."""
+        """Return the rows of the batch to go on with, in their order: all, or those that are open and, where
+        sizes are few, some that have ended; none where none is open."""
         rows, staying = len(is_open), int(is_open.sum())
+        # A recorded graph has one number of rows, so few sizes are worth rows that are decoded for nothing.
         if self.decoder.graphs.few_sizes:
             size = 1
             while size < staying:
@@ -344,6 +349,7 @@ class _Decoding:
         is_open = self.open[rows]
         writing = rows[is_open]
         tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
+        # All ranks have the same numbers by broadcast, so that all raise together.
         self._refuse_nan(writing, done, values)
         answers = self.answers
         answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = (
@@ -407,6 +413,7 @@ def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad:
     found = torch.full((len(totals), width), pad, dtype=torch.int64)
     values = torch.zeros(found.shape, dtype=torch.float32)
     places, prompts = torch.arange(width), ids[:, :width]
+    # Masks and no loop over rows: torch copies all prompts, and all answers, in one operation each.
     in_prompt = places[: prompts.shape[1]] < lengths[:, None]
     found[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
     in_answer = (places >= lengths[:, None]) & (places < totals[:, None])

@@ -12,7 +12,7 @@ triangular system,
     x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
 
 and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j
-exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin anew with every run,
+exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin again with every run,
 so that no state crosses a border.
 
 A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and
@@ -50,6 +50,7 @@ ALONE = ContextShare()
 def unit_norm(heads: torch.Tensor) -> torch.Tensor:
     """Heads [..., K] divided by their length, in float32 at least."""
     wide = heads.to(wide_dtype(heads))
+    # The epsilon is under the root and added to the sum, as in the kernels that the models were trained with.
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
 
 
@@ -127,8 +128,7 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, of which nothing is computed in the
-            first chunks.
+        initial: [1, G, K, V], the state before each run; None for 0, for which first chunks compute nothing.
         plan: of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
@@ -145,6 +145,7 @@ def _scan(
     inside = of_heads(query @ key.mT, between)
     since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
     compiled = kernels("gated_delta_kernels", "MEGARL_GATED_DELTA_KERNEL", value.device.type)
+    # float64, which tests compare with, takes the loop: the kernels compute in float32.
     if compiled is not None and value.dtype == torch.float32:
         reads_of_all = of_heads(key, (step_size * since_start).unsqueeze(-1))
         # all systems at once, for the values and for what is read of the state
@@ -216,10 +217,12 @@ def _entering_states(states: torch.Tensor, width: int, context: ContextShare) ->
     """
     chunks = 2 * context.size
     starts = tuple(range(0, len(states) * context.size + 1, chunks))
+    # Differentiable, with summed gradients: the state of a run enters later runs on all ranks.
     whole = gather_shared(states, starts, context).unflatten(0, (-1, chunks))
     # the first run of a sequence begins with nothing
     state = torch.zeros_like(whole[:, 0, ..., :width])
     entering = [state]
+    # Every rank goes through all runs: 2 * size small products cost less than passing a state on.
     for run in whole[:, :-1].unbind(1):
         state = run[..., :width] + run[..., width:] @ state
         entering.append(state)
@@ -250,6 +253,7 @@ def gated_delta_step(
         (heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2)
         for heads in (query * key.shape[-1] ** -0.5, key)
     )
+    # Decay before the correction, which is by what the decayed state gives for the key.
     kept = log_decay.to(dtype).exp()[..., None, None] * state
     correction = step_size.to(dtype)[..., None, None] * (value.to(dtype).unsqueeze(-2) - key @ kept)
     state = kept + key.mT @ correction
@@ -279,7 +283,9 @@ def causal_convolution(
     if context.size > 1:
         tails = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
         earlier = F.pad(tails, (0, 0, 1, 0)).index_select(0, plan.earlier)
-    convolved: torch.Tensor = _Convolution.apply(inputs, weight, earlier, plan)  # type: ignore[no-untyped-call]
+    convolved: torch.Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+        inputs, weight, earlier, plan
+    )
     return convolved
 
 
@@ -304,6 +310,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, earlier: torch.Tensor | None, plan: _TailPlan
     ) -> torch.Tensor:
+        # W - 1 places in front of each run: a shifted product for each column serves all runs at once.
         laid = inputs.new_empty(len(inputs) + len(plan.fronts), inputs.shape[1])
         laid.index_copy_(0, plan.places, inputs)
         if earlier is None:
@@ -344,7 +351,8 @@ class _Convolution(torch.autograd.Function):
 
 
 def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
-    """Where tokens, counted sequence by sequence, are among ``count`` tokens of alternating rows."""
+    """Return the indices of tokens, counted sequence by sequence, among ``count`` tokens of alternating
+    rows."""
     length = count // rows
     return tokens % length * rows + tokens // length
 
@@ -401,6 +409,7 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     size = min(CHUNK, max(lengths))
     counts = [-(-length // size) for length in lengths]
     begins = [0, *itertools.accumulate(lengths)]
+    # Longest first: runs that end leave at the back, and no gaps arise in the batched products.
     order = sorted(range(len(lengths)), key=lambda run: -counts[run])
     going = tuple(sum(count > step for count in counts) for step in range(max(counts)))
     runs = torch.tensor([run for going_now in going for run in order[:going_now]])
@@ -408,6 +417,7 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     column = step[:, None] * size + torch.arange(size)
     is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
     tokens = _alternating((torch.tensor(begins)[runs, None] + column).flatten(), begins[-1], rows)
+    # Index 0 stands for no token: gathered there is any value, which a gate of 0 makes harmless.
     slots = torch.where(is_token, tokens, 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
@@ -422,7 +432,7 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _TailPlan:
-    """Where the tokens before each run are, for a convolution.
+    """Indices of the tokens before each run, for a convolution.
 
     Attributes:
         tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
@@ -449,6 +459,7 @@ def _tail_plan(
         min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0])
         for start, end in itertools.pairwise(starts)
     ]
+    # With context parallelism a sequence is in 2 * size chunks, each of which may need the tail before it.
     per_sequence = 1 if context.size == 1 else 2 * context.size
     tail_starts = (0, *itertools.accumulate(per_sequence * count for count in kept))
     of_runs = (0,) if context.size == 1 else (context.rank, per_sequence - 1 - context.rank)
@@ -461,6 +472,7 @@ def _tail_plan(
                 _alternating(torch.arange(begin + length - kept[sequence], begin + length), count, rows)
             )
             before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
+            # Index 0 is the zero that is padded in front: nothing comes before the first chunk.
             earlier.append(torch.where(before < 0, 0, 1 + tail_starts[sequence] + before))
             fronts.append(torch.arange(laid, laid + reach))
             places.append(torch.arange(laid + reach, laid + reach + length))

@@ -85,6 +85,7 @@ def _forward(
             reads + chunk * size * keys + token[:, None] * keys + key[None, :], mask=in_reads, other=0.0
         )
         wanted = tl.load(solved + chunk * size * values + of_tokens, mask=in_tokens, other=0.0)
+        # ieee: TF32 would round states, which go through hundreds of chunks, to 10 bits.
         correction = wanted - tl.dot(read, state, input_precision="ieee")
         tl.store(corrections + chunk * size * values + of_tokens, correction, mask=in_tokens)
         write = tl.load(
@@ -164,6 +165,7 @@ class _Passage(torch.autograd.Function):
         corrections, final = torch.empty_like(solved), solved.new_empty(runs, heads, keys, values)
         ctx.shape = heads, size, keys, values
         _forward[(runs * heads, triton.cdiv(values, COLUMNS))](
+            # Any pointer in the place of an initial state: without one the kernel does not read it.
             *(solved, reads, written, keeps, solved if initial is None else initial),
             *(first_chunks, chunks_of_run, before, corrections, final),
             *ctx.shape,
@@ -185,6 +187,7 @@ class _Passage(torch.autograd.Function):
             *ctx.shape,
             **_blocks(*ctx.shape[1:3]),
         )
+        # Outside of the kernel, as batched products: these gradients have no order of chunks.
         of_reads, of_written = -(total @ before.mT), after @ corrections.mT
         return total, of_reads, of_written, (after * before).sum((-2, -1)), None, None, None
 
@@ -195,7 +198,7 @@ def _blocks(size: int, keys: int) -> dict[str, int]:
         "block_size": max(SMALLEST, triton.next_power_of_2(size)),
         "block_keys": max(SMALLEST, triton.next_power_of_2(keys)),
         "columns": COLUMNS,
-        # two blocks as high as the keys are wide lie in a program's shared memory at a time
+        # Two blocks as high as the keys are wide are in a program's shared memory at a time.
         "num_stages": 1,
     }
 
@@ -222,5 +225,7 @@ def passage(
         chunks_of_run: [R] int32, chunks of the runs in order, falling.
     """
     contiguous = (tensor.contiguous() for tensor in (solved, reads, written, keeps))
-    before, corrections, final = _Passage.apply(*contiguous, initial, first_chunks, chunks_of_run)  # type: ignore[no-untyped-call]
+    before, corrections, final = _Passage.apply(  # type: ignore[no-untyped-call]
+        *contiguous, initial, first_chunks, chunks_of_run
+    )
     return before, corrections, final

@@ -1,7 +1,7 @@
 """Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one
 or many at once.
 
-Where every element comes from is said as copies between two flat tensors, of which few are left
+Where every element comes from is written as copies between two flat tensors, of which few are left
 (``weight_sync.plan``). Buckets are gathered into pages that the kernel handed out, and cleared, once and not
 for every bucket.
 """
@@ -47,7 +47,7 @@ class SpareMemory:
 
 Item = TypeVar("Item")
 
-# where a tensor is found: among the shards, if it lies there in one piece, or among what was copied
+# where a tensor is found: among the shards, if it is there in one piece, or among what was copied
 _SHARDS, _COPIED = 0, 1
 
 
@@ -78,6 +78,7 @@ class UnshardPlan:
     def __init__(self, tensors: Iterable[FullTensor]) -> None:
         self._length = 0
         self.places: list[BufferRegion] = []
+        # Copies of a regular form become one strided copy: Python runs once for thousands of them.
         self._copies = merged([copy for tensor in tensors for copy in self._add(tensor)])
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
@@ -98,9 +99,10 @@ class UnshardPlan:
         """The flat tensors of the places.
 
         Args:
-            shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may lie in it.
-            spare: where the memory of ``shards`` is from, and goes if no tensor lies in it; None where it is
-                somebody's.
+            shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may be views of
+                it.
+            spare: where the memory of ``shards`` is from, and goes if no tensor is a view of it; None where
+                it is somebody's.
         """
         copied = (spare or SpareMemory()).empty(self._length, shards.dtype, shards.device)
         for copy in self._copies:
@@ -117,7 +119,7 @@ class UnshardPlan:
 
     @torch.no_grad()
     def tensors_from(self, first: int, flats: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors from index ``first`` on, where they lie in what ``flats`` gave."""
+        """Names and whole tensors from index ``first`` on, as views of what ``flats`` gave."""
         return [(place.name, place.of(flats)) for place in self.places[first:]]
 
 
@@ -161,13 +163,13 @@ class InFlightBucket:
         self.spare = spare
 
     def wait(self) -> None:
-        """Until they are there."""
+        """Wait until the shards are there."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def flats(self) -> tuple[torch.Tensor, ...]:
-        """Wait for them; what the places of the unshard plan lie in."""
+        """Wait for the shards; return the flat tensors that the places of the unshard plan are in."""
         self.wait()
         return self.unshard_plan.flats(self._shards, self.spare)
 
@@ -200,8 +202,8 @@ class GatherStream(FlatBucketIterator):
         self._pairs = None
 
     def _is_at_end(self) -> bool:
-        """Whether no tensor is left, after going on to the next bucket in flight where none is left of the
-        present one."""
+        """Return whether no tensor is left, after going on to the next bucket in flight where none is left of
+        the present one."""
         while self._next == self._count:
             self._leave()
             arrived = next(self._arrived, None)
@@ -212,11 +214,12 @@ class GatherStream(FlatBucketIterator):
         return False
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        """Name and tensor, contiguous. It is nobody else's; but many lie in one storage, which is there for
+        """Name and tensor, contiguous. It is nobody else's; but many share one storage, which is there for
         as long as one is kept."""
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._unshard_plan is not None
+        # Given out one by one a tensor may be kept, so its memory must not become spare.
         self._kept = True
         if self._pairs is None:
             self._pairs = iter(self._unshard_plan.tensors_from(self._next, self._flats))

@@ -109,6 +109,7 @@ class Graphs:
         key = (key, *(tensor.shape for tensor in inputs))
         recorded = self._recorded.get(key)
         if recorded is None:
+            # Clones, whose addresses the graph has; later inputs are copied into them.
             recorded = self._recorded[key] = _Recorded([tensor.clone() for tensor in inputs])
             return self.capture.warm_up(lambda: function(*recorded.inputs))
         for fixed, given in zip(recorded.inputs, inputs, strict=True):

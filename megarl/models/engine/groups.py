@@ -126,7 +126,7 @@ class ParallelGroups:
 @contextlib.contextmanager
 def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
     """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``),
-    so that none waits for ever."""
+    so that none waits indefinitely."""
     failure: Exception | None = None
     try:
         yield dist.get_rank() == 0

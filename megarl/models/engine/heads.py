@@ -47,7 +47,7 @@ class Head(Protocol):
     """Turns the output layer's answer for a micro-batch into a result."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """What the output layer is asked for; None for the logits of all positions."""
+        """Return the request to the output layer; None for the logits of all positions."""
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
@@ -68,13 +68,13 @@ class LogprobHead:
 
     Attributes:
         shard: which vocabulary columns this rank holds.
-        sampling: how tokens are drawn in generation, and so scored here.
+        sampling: how tokens are sampled in generation, and so scored here.
         chunk_size: positions whose logits are there at a time (``policy.logprob_chunk_size``); None for all
             of a micro-batch.
-        with_entropies: make the entropies of the distributions that the tokens count as drawn from, too.
+        with_entropies: make the entropies of the distributions that the tokens count as sampled from, too.
         further: key of a micro-batch [b, S, K] of integers: tokens whose log-probabilities are made too,
-            entry i by the distribution that token i+1 is drawn from; None for none.
-        largest: make those of so many of the most likely tokens instead; 0 for none.
+            entry i by the distribution that token i+1 is sampled from; None for none.
+        largest: make those of this many of the most likely tokens instead; 0 for none.
     """
 
     shard: VocabularyShard
@@ -87,6 +87,7 @@ class LogprobHead:
     def asks(self, model_input: ModelInput) -> Request | None:
         """See ``Head``."""
         index = model_input.scored
+        # Without a request the product stays the backend's own, with whatever it fuses.
         if index is None and self.chunk_size is None:
             return None
         targets, further = model_input.targets.flatten(), self._further(model_input)
@@ -166,7 +167,7 @@ def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class TopkHead:
-    """The most likely tokens at each position, with their log-probabilities, beside those of the tokens that
+    """The most likely tokens at each position, with their log-probabilities, and those of the tokens that
     are there.
 
     Attributes:
@@ -249,6 +250,7 @@ class ValueHead:
             output: [n, t, 1]; temperatures are of no concern here.
             model_input: what went in.
         """
+        # float32: a 16-bit value would round returns and advantages, which are differences of values.
         values = model_input.to_token_rows(output.squeeze(-1).float())
         positions = torch.arange(values.shape[1], device=values.device)
         inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
@@ -293,7 +295,7 @@ def _loss_of(
     normalizers: Normalizers,
     **read: torch.Tensor,
 ) -> HeadOutput:
-    """The loss of a micro-batch; ``read`` is what it is called with beside the data and the normalisers."""
+    """The loss of a micro-batch; ``read`` is what it is called with besides the data and the normalisers."""
     peaks: list[torch.Tensor] = []
     for values in read.values():
         if values.requires_grad and values.numel():

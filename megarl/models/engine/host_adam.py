@@ -65,6 +65,7 @@ class HostAdam:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        # Three: one whose gradient comes, one that is stepped, one whose weights go back.
         self._buffers = [self._made() for _ in range(3)]
         self._memory = HostMemory(pin=self._is_cuda)
         self._early: dict[torch.Tensor, torch.Tensor] = {}
@@ -91,10 +92,12 @@ class HostAdam:
             gradient: [n], of the states in host memory.
             wait: lets a stream wait until the gradient is reduced.
         """
+        # Kept for all steps: locking pages again would cost more than the copy.
         if parameter not in self._early:
             self._early[parameter] = self._memory.zeros_like(torch.empty_like(gradient, device="meta"))
         self.begin()
         with self._on_stream():
+            # Inside of the stream, so that the copy waits for the reduction and the host does not.
             wait()
             self._early[parameter].copy_(gradient, non_blocking=True)
         self._arrived.add(parameter)
@@ -135,6 +138,7 @@ class HostAdam:
             with self._on_stream():
                 shard.weights[first:last].copy_(weights, non_blocking=True)
                 self._record(buffers)
+        # The main stream waits for the last weights here; the next forward pass reads them.
         self.forget()
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:

@@ -55,6 +55,7 @@ def _statistics(
     """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018),
     its target's logit; for entropies the sum of exponentials times logits too, both relative to the maximum,
     which moves in the same way."""
+    # int64: rows times a vocabulary exceed 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
     maximum = LOWEST + 0.0
@@ -158,7 +159,7 @@ def statistics(
     maximum.
 
     Args:
-        logits: [T, V] of any floating dtype; columns adjacent, rows may lie apart.
+        logits: [T, V] of any floating dtype; columns adjacent, rows may be apart.
         targets: [T] int64, vocabulary indices.
         start: vocabulary index of the first column.
         own: columns that are no padding, at least 1.
@@ -174,6 +175,7 @@ def statistics(
         _statistics[(tokens,)](
             logits,
             targets.contiguous(),
+            # Any pointer where there are no bounds: the kernel is compiled without reading them.
             logits if bounds is None else bounds,
             *found[:3],
             found[-1],

@@ -21,9 +21,9 @@ reference; the environment variable ``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses o
 Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an
 all-reduce of their logits, no second pass. The derivative of each is that of a target.
 
-Where tokens are drawn with top-k or top-p, the sum goes over the columns that these keep, and
-over y, which was drawn and therefore was kept: rounding, or a step of the optimizer, may since have moved it
-over the edge, and a probability of zero would have no gradient that leads back.
+Where tokens are sampled with top-k or top-p, the sum goes over the columns that these keep, and over y, which
+was sampled and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the
+edge, and a probability of zero would have no gradient that leads back.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _kept_bounds(
     logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings
 ) -> torch.Tensor | None:
-    """[T], the same on all ranks: columns with at least this scaled logit can be drawn; None where all can.
+    """[T], the same on all ranks: columns with at least this scaled logit can be sampled; None where all can.
 
     Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest
     ones of each rank.
@@ -114,11 +114,13 @@ def _kept_bounds(
     bounds = torch.empty(tokens, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
+        # Full width with minus infinity: all ranks gather equal shapes, and padding is never kept.
         scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=dtype)
         scaled[:, :own] = logits[rows, :own]
         # Divided before top-k, as generation does it: rounding may make two logits equal, and ties are then
         # kept on both sides.
         largest = _divided(scaled, sampling.temperature)
+        # With top-k the k largest of each rank hold the k largest of all: few columns travel.
         if candidates < width:
             largest = largest.topk(candidates, dim=-1).values
         bounds[rows] = smallest_kept(_columns_of_all(largest, shard), sampling)
@@ -149,6 +151,7 @@ def _local_statistics(
     own = shard.own(columns)
     statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
     if own == 0:
+        # A rank with padding alone: its maximum must not win, and its sum of 0 adds nothing.
         statistics[0] = -torch.inf
         return statistics
     if (kernels := _kernels_for(logits)) is not None:
@@ -174,8 +177,8 @@ def _local_statistics(
 
 
 def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, ...]:
-    """Over all ranks: target logit, maximum, sum of exponentials relative to it, and for entropies that of
-    them times logits; [T] each."""
+    """Combine the statistics of all ranks: target logit, maximum, sum of exponentials relative to it, and for
+    entropies that of them times logits; [T] each."""
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
@@ -237,6 +240,7 @@ def score(
     statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
     target_logits, maximum, total, *moment = _combine(statistics, shard)
     relative = target_logits - maximum
+    # A target that top-k or top-p would not keep now counts as kept: see the module's docstring.
     left_out = torch.zeros_like(total)
     if bounds is not None:
         left_out = relative.exp().where(target_logits < bounds, left_out)
@@ -438,7 +442,7 @@ class TokenScores:
 
     Attributes:
         logprobs: of the token.
-        entropies: of the distribution that it counts as drawn from; None where nobody wants them.
+        entropies: of the distribution that it counts as sampled from; None where nobody wants them.
         further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None
             where there are none.
         largest: [..., K] int64, those tokens where they are the most likely ones
@@ -469,7 +473,7 @@ def vocab_parallel_scores(
     further: torch.Tensor | None = None,
 ) -> TokenScores:
     """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that
-    it counts as drawn from.
+    it counts as sampled from.
 
     Args:
         logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64,
@@ -477,7 +481,7 @@ def vocab_parallel_scores(
         targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the
             same on all ranks of the group.
         shard: which columns these are.
-        sampling: how the targets were drawn: the temperature that logits are divided by, and what top-k and
+        sampling: how the targets were sampled: the temperature that logits are divided by, and what top-k and
             top-p keep. A target that they do not keep counts as kept.
         overwrite: nobody reads the logits after the backward pass, which may write their gradient into their
             memory. A second backward pass is then a RuntimeError of autograd.

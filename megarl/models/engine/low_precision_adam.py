@@ -104,6 +104,7 @@ def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameter
         weights = stepped[first:last].float()
         gradient = shard.gradient[first:last].float()
         if parameters.gradient_factor != 1.0:
+            # Not in place: of float32 no copy was made, and the gradient belongs to data parallelism.
             gradient = gradient * parameters.gradient_factor
         step_slice(shard, settings, parameters, first, last, weights, gradient)
         if shard.master is not None:
@@ -130,6 +131,7 @@ def step_slice(
     moments = {
         name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()
     }
+    # The functional form, because the states are slices that no torch optimizer holds.
     update = adamw if parameters.decoupled else adam
     update(
         [weights],
@@ -151,10 +153,12 @@ def step_slice(
         differentiable=False,
         fused=True,
     )
+    # Both moments were views of the stored ones, and are stepped already.
     if settings.exp_avg == settings.exp_avg_sq == "float32":
         return
     # By the position in the parameter, so that the result does not depend on how it is sharded or sliced.
     bits = random_bits(_key(shard, settings, parameters), shard.first + first, last - first, weights.device)
+    # One hash of 32 bits serves both moments, which must not round alike.
     halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
     for name, stored in shard.moments.items():
         settings.format_of(name).write(stored, first, moments[name], halves[name])
@@ -202,6 +206,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 for name in MOMENTS
             }
             copied = self.settings.master == "float32" and weights.dtype is not torch.float32
+            # In host memory always with a master copy: the CPU steps it, and only the result crosses over.
             if copied or prefix:
                 outlines[MASTER] = torch.empty(last - first, device="meta")
             for name, outline in outlines.items():
@@ -216,6 +221,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         """Return the parts of a shard by where their state is, with what its keys begin with there."""
         count, kept = local_shard(parameter).numel(), self.host_part.get(parameter, 0)
         pieces = [(HOST, 0, kept), ("", kept, count)]
+        # An empty shard keeps one empty piece, so that it has the same keys as the others.
         return [piece for piece in pieces if piece[1] < piece[2]] or pieces[1:]
 
     def _copy_weights(self, parameter: torch.Tensor) -> None:
@@ -312,6 +318,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             parameter.device_mesh,
             parameter.placements,
         )
+        # Shape and stride are given, because those worked out from an uneven shard would be wrong.
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -332,6 +339,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        # Emptied: initialize_state leaves a parameter alone that has a state.
         self.state = type(self.state)(dict)
         for number, parameter in zip(numbers, parameters, strict=True):
             if number not in state_dict["state"]:

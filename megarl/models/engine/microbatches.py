@@ -116,7 +116,7 @@ def move_to(
     there too.
 
     Args:
-        data: the batch; beside its ``input_lengths`` there will be a list of them as ``HOST_LENGTHS``.
+        data: the batch; next to its ``input_lengths`` there will be a list of them as ``HOST_LENGTHS``.
         device: where it goes.
         wanted: [B, S] bool, kept as ``WANTED``.
     """

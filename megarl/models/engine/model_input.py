@@ -1,4 +1,5 @@
-"""Model input: how the tokens of a micro-batch lie in front of the model, and how its output returns to rows.
+"""Model input: how the tokens of a micro-batch are laid out for the model, and how its output returns to
+rows.
 
 Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global
 batch, and reaches the device in one copy: no micro-batch makes the host wait for the device.
@@ -104,6 +105,7 @@ class ModelInput:
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
         starts = self.layout.starts or (0, self.micro_batch.length)
+        # On every context rank in full: the loss divides and compares whole rows.
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
         if self.places is None:
             return whole[:, :width]

@@ -152,6 +152,7 @@ def find(
                 )
             )
     everywhere: list[list[NonFiniteMicroBatch]] = [[] for _ in range(dist.get_world_size())]
+    # After a refused step alone, so the slow collective of objects costs a normal step nothing.
     dist.all_gather_object(everywhere, mine)
     return tuple(found for rank in everywhere for found in rank)
 

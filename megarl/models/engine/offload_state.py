@@ -90,6 +90,7 @@ class OffloadStates:
         wanted = _ON_DEVICE[target]
         leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
         coming = [part for part in _PARTS if part in wanted - self._there]
+        # What leaves goes first, for what comes may need its room; noted part by part, in case one fails.
         for part in leaving:
             self._move(part, "host")
             self._there.remove(part)
@@ -144,11 +145,13 @@ class HostCopies:
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy all of ``tensors``; the copies, in their order. They have the memory of the last call's, where
         there are as many of the same shapes and types."""
+        # Locking pages is slow, so the memory of the last time is kept as long as it fits.
         if [(copy.shape, copy.dtype) for copy in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
         ]:
             self._copies = self._made_for(tensors)
         for copy, tensor in zip(self._copies, tensors, strict=True):
+            # A second offload without a return in between: the tensors are the copies themselves.
             if copy.data_ptr() != tensor.data_ptr():
                 copy.copy_(tensor, non_blocking=True)
                 self.copied += tensor.nbytes
@@ -174,6 +177,7 @@ class HostCopies:
     def _made_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for all, the largest first, each where there is most room left."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        # Filled up to a power of two, to which torch rounds page-locked memory, so that little is wasted.
         room = 1 << (max([_BLOCK, *sizes]) - 1).bit_length()
         free: list[tuple[int, int]] = []  # bytes taken of a block, and its number
         places: dict[int, tuple[int, int]] = {}
@@ -230,6 +234,7 @@ class ReferenceWeights:
         present = self._kept(_parameters(backend))
         self._is_in = True
         try:
+            # Inside try: a failure in the middle must still bring the present weights back.
             _write(backend, self._weights)
             yield
         finally:
@@ -260,6 +265,7 @@ def _parameters(backend: Backend) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _write(backend: Backend, weights: Sequence[torch.Tensor]) -> None:
-    """In the order of the device's queue, so that no copy overtakes a pass that is still to run."""
+    """Write weights into the model, in the order of the device's queue, so that no copy overtakes a pass
+    that is still to run."""
     for parameter, weight in zip(_parameters(backend), weights, strict=True):
         parameter.copy_(weight, non_blocking=True)

@@ -44,10 +44,10 @@ class Request:
             them.
         targets: [k] int64, the token that is scored at each of them.
         shard: which vocabulary columns this rank holds.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of them, which are then what the
             output layer gives.
-        with_entropies: entropies are wanted beside the log-probabilities.
+        with_entropies: entropies are wanted with the log-probabilities.
         further: [k, K] int64, tokens that are scored at each of them too; None for none.
         largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they
             are given, or there are none.
@@ -97,9 +97,12 @@ class Request:
             logits = F.linear(rows, weight, bias)
             return (logits if low_rank is None else logits + F.linear(*low_rank))[None]
         if self.largest:
+            # Filled chunk by chunk in of_chunk: the tokens are known only once a chunk has its logits.
             self.further = self.targets.new_empty(len(rows), self.largest)
         factors = low_rank or (None, None)
-        answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self, *factors)[None]  # type: ignore[no-untyped-call]
+        answer: torch.Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, self, *factors
+        )[None]
         # By address: Megatron may hand the output through scaling or a gather, and log-probabilities must not
         # be taken for logits.
         self._answer = answer.data_ptr(), answer.shape
@@ -116,6 +119,7 @@ class Request:
             if self.largest:
                 self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
             given = output[0], self.targets, self.shard, self.sampling
+            # overwrite: nobody else holds the selected logits, whose gradient takes their memory.
             scores = vocab_parallel_scores(
                 *given, overwrite=True, with_entropies=self.with_entropies, further=self.further
             )
@@ -202,6 +206,7 @@ def answer_requests(
         low_rank: of a layer with an adapter, makes of rows what ``Request.output`` wants of it.
     """
     is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    # A layer with a forward of its own (scaled or capped logits) is left alone; all logits are then made.
     if not is_plain and low_rank is None:
         return
     before: Callable[[torch.Tensor], torch.Tensor] = layer.forward
@@ -214,7 +219,8 @@ def answer_requests(
         factors = None if low_rank is None else low_rank(rows)
         return request.output(rows, local(layer.weight), local(layer.bias), factors)
 
-    setattr(layer, "forward", forward)  # noqa: B010 - mypy takes a method for something that cannot be replaced
+    # setattr: mypy takes a method for something that cannot be replaced
+    setattr(layer, "forward", forward)  # noqa: B010
     setattr(layer, _ANSWERS, True)
 
 
@@ -245,6 +251,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, inner, up)
         ctx.request = request
+        # A few numbers a token; the logits themselves are made again in the backward pass.
         ctx.sums = []
         columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
         values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)
@@ -303,6 +310,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
+        # addmm wants one dtype: the product is rounded to 16 bits, and the sum over chunks is not.
         total += left @ right
 
 

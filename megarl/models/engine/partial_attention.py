@@ -155,6 +155,7 @@ def _in_blocks(
         scores = _scores(query, key, scale, causal, seen, first)
         logsumexp = scores.logsumexp(dim=-1)
         weights = _weights(scores, logsumexp)
+        # Rounded to the values' dtype for the product, as the kernels do it.
         mixed = weights.to(value.dtype) @ value[:, :, None]
         outputs.append(mixed.flatten(1, 2))
         sums.append(logsumexp.flatten(1, 2))
@@ -187,6 +188,7 @@ def _gradients_in_blocks(
         )
         of_value += (weights.to(value.dtype).mT @ pulled).sum(dim=2)
         of_weights = (pulled @ value[:, :, None].mT).to(sums)
+        # Of the whole output: so the sum over all keys is known though only some are here.
         inner = (pulled.to(sums) * made.to(sums)).sum(dim=-1, keepdim=True)
         of_scores = (weights * (of_weights - inner) * scale).to(query.dtype)
         of_query.append((of_scores @ key[:, :, None]).flatten(1, 2))

@@ -71,6 +71,7 @@ class PassingWorker(WorkerState):
         batching = self._plan_of(data) or FixedRows(
             micro_batch, self._local_batch_size(data, global_batch, micro_batch)
         )
+        # Only for a loss that declares it: others may read the log-probabilities of masked tokens.
         skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
         # before, not after: a call that ends in an error may have taken steps
         self._weights_version += not eval_mode
@@ -152,6 +153,8 @@ class PassingWorker(WorkerState):
         )
         logprobs = found.cpu()
         return BatchedDataDict(
+            # where and no product: without a request the output layer
+            # scored all tokens, some perhaps infinite.
             {"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))}
         )
 
@@ -190,6 +193,7 @@ class PassingWorker(WorkerState):
         )
         columns = {name: values.cpu() for name, values in found.items()}
         if wanted is not None:
+            # Entry i of the top-k columns belongs to token i+1, so the mask moves by one to the left.
             followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
             places = {
                 "logprobs": wanted,
@@ -222,6 +226,7 @@ class PassingWorker(WorkerState):
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
         wanted = under_mask(data) if skip_masked else None
+        # Two keys alone: a scoring pass reads nothing else, and the rest need not reach the device.
         batch = move_to(
             {key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted
         )
@@ -237,6 +242,7 @@ class PassingWorker(WorkerState):
             )
         self._require("use_reference_model")
         with self.reference.swapped_in(self.backend):
+            # The flag before, and not False: contexts of the reference may nest.
             before, self._reference_is_in = self._reference_is_in, True
             try:
                 yield

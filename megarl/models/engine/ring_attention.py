@@ -75,11 +75,12 @@ def _pieces(
         if source == context.rank:
             piece = _Piece(slice(first, last), slice(first, last), causal=True)
         elif source < context.rank:
-            # its first chunk lies before both of ours, its second behind both
+            # its first chunk is before both of ours, its second behind both
             piece, held = _Piece(slice(first, last), slice(first, middle)), held[:1]
         else:
-            # both of its chunks lie between ours
+            # both of its chunks are between ours
             piece, asked = _Piece(slice(middle, last), slice(first, last)), asked[1:]
+        # A window that holds the sequence needs no mask, which would rule out the fast kernels.
         if window is None or window >= end - start:
             yield piece
         elif _within_reach(asked, held, window):
@@ -87,8 +88,8 @@ def _pieces(
 
 
 def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
-    """Whether some position of the first ranges sees one of the others: is at it, or less than ``window``
-    behind it."""
+    """Return whether some position of the first ranges sees one of the others: is at it, or less than
+    ``window`` behind it."""
     # how far positions of one range are behind those of another is every number from the least to the largest
     return any(
         max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1)
@@ -156,6 +157,7 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        # One tensor for both, so that a step of the ring is one send.
         both = torch.stack([key, value])
         # Parts are added up once a rank: in bfloat16 each addition would round the whole output.
         sums = torch.promote_types(query.dtype, torch.float32)
@@ -173,6 +175,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _join(output[:, :, piece.queries], logsumexp[:, :, piece.queries], part, part_sum)
         output = output.to(query.dtype)
+        # Keys and values of this rank alone: those of the others come round again in the backward pass.
         ctx.save_for_backward(query, both, output, logsumexp)
         ctx.described = (starts, context, scale, window)
         return output

@@ -47,6 +47,7 @@ class SavingWorker(WorkerState):
                 f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
                 "path out"
             )
+        # Before anything is written: a checkpoint with NaN would be found out at the next resume.
         self._require_finite_weights(
             f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
         )
@@ -74,6 +75,7 @@ class SavingWorker(WorkerState):
         self._refuse_reference("load_checkpoint")
         self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
         weights, optimizer = Path(weights_path), Path(optimizer_path) if optimizer_path else None
+        # Before the version goes up: where there is no checkpoint, nothing has changed.
         self._require_loadable(weights, optimizer)
         # before, not after: a load that ends in an error may have changed weights
         self._weights_version += 1
@@ -113,6 +115,7 @@ class SavingWorker(WorkerState):
         """
         self._require("export_hf")
         self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
+        # Gathered before the weights: a collective may not come in the middle of another stream.
         beside, untouched = self._writer_beside(), self.backend.untouched
         stream = self.backend.export_hf()
         with on_first_rank() as first:
@@ -128,6 +131,7 @@ class SavingWorker(WorkerState):
                     )
                     write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
             finally:
+                # Other ranks go through the stream for its collectives, also where rank 0 failed.
                 drain(stream)
 
     def _writer_beside(self) -> Callable[[Path], None]:

@@ -3,7 +3,7 @@ reward and value models have.
 
 transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and
 is never tied to the embedding. A language model becomes one by the configuration
-(``policy.reward_model_cfg``): its output layer is left out, and the score layer is drawn from the seed alone,
+(``policy.reward_model_cfg``): its output layer is left out, and the score layer comes from the seed alone,
 so that it is the same in every layout and on every backend.
 """
 
@@ -35,6 +35,7 @@ def scoring_config(hf_config: Any) -> Any:
     Raises:
         ModelError: transformers has no such class for the model, or the model scores otherwise.
     """
+    # A copy: the caller's config still describes the files.
     config = copy.deepcopy(hf_config)
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
@@ -54,10 +55,11 @@ def scoring_config(hf_config: Any) -> Any:
 
 
 def said_of_scoring(config: Any) -> dict[str, Any]:
-    """What ``scoring_config`` changed, as a ``config.json`` says it."""
+    """Return what ``scoring_config`` changed, as a ``config.json`` has it."""
     said = config.to_dict()
     keys = ("architectures", "id2label", "label2id", "pad_token_id")
     return {
+        # JSON has text keys alone, as in a config.json that transformers writes.
         key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key]
         for key in keys
     }
@@ -66,6 +68,7 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
 def _scoring_class(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+    # A model with code of its own names its class itself.
     of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
     name = (
         of_remote_code.rpartition(".")[2]
@@ -87,8 +90,8 @@ def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> Hugg
 
     Args:
         source: the checkpoint.
-        hf_config: its config; the new layer is drawn from a normal distribution of ``initializer_range``, as
-            transformers draws it.
+        hf_config: its config; the new layer is sampled from a normal distribution of ``initializer_range``,
+            as transformers does.
         seed: of the new layer.
     """
     if SCORE in source:
@@ -108,6 +111,7 @@ class _WithNewScore(HuggingFaceSource):
     """
 
     def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:
+        # On the CPU and from its own generator, so that every backend and layout gets the same layer.
         self._score = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * deviation
         super().__init__(directory)
 

@@ -50,6 +50,7 @@ class SendingWorker(WorkerState):
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
         """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on
         all but the first."""
+        # Only the first time: the manifest follows from names and shapes, which never change afterwards.
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
@@ -76,7 +77,7 @@ class SendingWorker(WorkerState):
         return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Lay the next group of weights into the transfer buffer. All ranks gather; those with a buffer
+        """Copy the next group of weights into the transfer buffer. All ranks gather; those with a buffer
         return ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
@@ -90,13 +91,13 @@ class SendingWorker(WorkerState):
         return self._sender.send_part(first, count)
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of what a rank of an engine beside this one looks into for weights; empty on a
+        """``{device: handle}`` of what a rank of an engine on this device looks into for weights; empty on a
         rank that publishes none."""
         self.prepare_refit_info()
         return self._handing.mailbox()
 
     def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
-        """From now on hand to each rank of an engine what it reads of the weights. Collective.
+        """Hand to each rank of an engine what it reads of the weights, from now on. Collective.
 
         Args:
             wanted: what the ranks of the engines read; None where they take whole weights.
@@ -112,8 +113,10 @@ class SendingWorker(WorkerState):
     def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
         self.prepare_refit_info()
         if self._handing is not self._sender:
+            # An earlier choice of slices, which a new engine may not share; the buffers go with it.
             self._handing.close()
             self._handing = self._sender
+        # Factors of adapters are small, and go to every rank of an engine in full.
         if wanted is None or self._sends_adapter:
             return []
         beside = self._engine_rank_beside(wanted)
@@ -123,6 +126,7 @@ class SendingWorker(WorkerState):
         manifest = self._sender.manifest.sliced(slices)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (host_identity(), beside))
+        # One rank publishes for each engine rank of a host: the first of those that serve it.
         here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
         self._sender.close()
         self._handing = self._new_sender(self.backend.export_slices, slices=here)
@@ -130,14 +134,14 @@ class SendingWorker(WorkerState):
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
         """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a
-        host can, the one that would be on the same GPU: engines lie one after another over the policy's
+        host can, the one that would be on the same GPU: engines follow one another over the policy's
         ranks."""
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
         return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
-        """Give the present weights to the ranks of engines beside this worker, each group when the one before
+        """Give the present weights to the ranks of engines on this device, each group when the one before
         the last was read.
 
         Args:
@@ -153,12 +157,13 @@ class SendingWorker(WorkerState):
         try:
             room = self._begin_together()
         except BaseException as error:
+            # Before the error goes on: ranks of engines wait in the mailbox and would hear of nothing else.
             self._handing.refuse(session, ticket, error)
             self._handing.give_up()
             raise
         if self._handing is not self._sender:
             # the slices of ranks may differ by an index, and so the room
-            # for the largest; only whole weights lie alike on all ranks
+            # for the largest; only full weights are laid out alike on all ranks
             room = max(room, self._handing.manifest.largest[1])
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
@@ -253,6 +258,7 @@ class SendingWorker(WorkerState):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
+            # Ranks that send nothing take part in the gathers, and a sender that broke off ends them too.
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:

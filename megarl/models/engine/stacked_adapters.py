@@ -98,6 +98,7 @@ class StackedFactors:
         """Return the module of PEFT that has an expert's factor, and where the factor is in that of all."""
         stack, expert = self._experts[module]
         rows = slice(expert * self._rank, (expert + 1) * self._rank)
+        # B's columns alternate by expert: PEFT computes with B as [m, r, E] flattened.
         return self.modules[stack.name], (rows, slice(None)) if letter == "A" else (
             slice(None),
             slice(expert, None, stack.experts),
@@ -130,6 +131,7 @@ class StackedFactors:
             shape = (ranks, factor.shape[1]) if letter == "A" else (stack.rows, ranks)
             if key not in begun:
                 begun[key] = factor.new_empty(shape), stack.experts if letter == "A" else len(stack.places)
+            # Counted down, and handed out when complete: only layers in progress are in memory.
             whole, missing = begun.pop(key)
             if letter == "A":
                 whole[expert * self._rank : (expert + 1) * self._rank] = factor

@@ -148,9 +148,11 @@ class Blockwise:
         )
         if self.signed:
             chance = bits / 2**16 if bits is not None else 0.5
+            # Below the smallest number the mantissa says nothing: 0 or that number, right on average.
             found = torch.where(sizes < self.least, (sizes > chance * self.least).int(), found)
             found.add_((values < 0).int(), alpha=128)
         else:
+            # At least code 1 where not 0: a second moment of 0 would make the step m / eps.
             found = found.clamp_(min=1).mul_(sizes > 0)
         codes[first : first + count].copy_(found)
         scales[first // BLOCK :][: largest.numel()].copy_(largest)

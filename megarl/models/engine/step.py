@@ -179,7 +179,7 @@ def logprobs_of_batch(
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's
             device; perhaps ``WANTED``.
         batching: how rows become micro-batches.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
 
     Returns:
@@ -232,6 +232,7 @@ def topk_of_batch(
             "a number of these"
         )
     _require_all_tokens(sampling, size, "the most likely tokens")
+    # A smaller vocabulary makes the other columns padding, which is in no softmax.
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
@@ -278,6 +279,7 @@ def _run_head(
     device = data["input_ids"].device
     # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
     backend.sync_parameters()
+    # The keys of the model alone, so that each micro-batch cuts and pads no others.
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
     # The last micro-batch is filled with copies, whose results are dropped below: a pipeline takes one shape.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
@@ -291,6 +293,7 @@ def _run_head(
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _ = _run_micro_batches(backend, cut, head, LOGPROB)
+            # Dynamic micro-batches are cut to their own lengths; the caller's width comes back here.
             rectangles = [fit_sequences(output.tensors, length) for output in outputs]
             # Only the last pipeline stage has outputs.
             for name, found in parts.items() if rectangles else ():
@@ -303,6 +306,7 @@ def _run_head(
             if backend.groups.is_last_stage
             else torch.empty(rows, length, *shape, dtype=dtype, device=device)
         )
+        # One broadcast for all micro-batches and not one each.
         joined[name] = backend.groups.from_last_stage(here)
     return joined
 
@@ -328,7 +332,7 @@ def train_on_batch(
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
         loss_fn: a ``LossFunction``; what it returns adds up over micro-batches and ranks.
         batching: this rank's part of each global batch, and how its rows become micro-batches.
-        sampling: how tokens are drawn, and so scored.
+        sampling: how tokens are sampled, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many
             may be skipped.
@@ -342,6 +346,7 @@ def train_on_batch(
     metrics: dict[str, list[float]] = defaultdict(list)
     skipped: list[SkippedBatch] = []
     steps = positions = 0
+    # Training keeps the mode that prepare_for_training set.
     mode = contextlib.nullcontext() if update else evaluation_mode(backend)
     with_entropies, further = (
         getattr(loss_fn, "needs_entropies", False),
@@ -365,6 +370,8 @@ def train_on_batch(
                 steps += outcome.stepped
                 if outcome.stepped:
                     limit.stepped()
+                # An overflow of float16 with a finite loss is no fault of
+                # the batch: the scale falls and training goes on.
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
                     seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
@@ -372,6 +379,7 @@ def train_on_batch(
                     try:
                         limit.skipped(skipped[-1])
                     except NonFiniteError as error:
+                        # The driver records skipped batches also where the last one ends the run.
                         error.skipped = [batch.as_record() for batch in skipped]
                         raise
             for measured in (*done.measured, extra):
@@ -393,6 +401,7 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
     """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an
     overflow of float16's scaling."""
     loss_is_finite = math.isfinite(loss)
+    # A collective inside the step: the norm is known only there, and all ranks must step or none.
     outcome = backend.apply_gradients(
         lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device)
     )
@@ -419,6 +428,7 @@ def _global_batch(
     update: bool,
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
+    # Before any pass: a micro-batch's share of the loss is divided by counts of the whole global batch.
     normalizers = global_normalizers(chunk.data, backend.groups)
     head: Head = (
         ValueLossHead(loss_fn, reads, normalizers)
@@ -441,6 +451,7 @@ def _global_batch(
     # All numbers of the batch in one copy: each .item() would wait for the device.
     values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
     loss_value, sequences, tokens = (next(values) for _ in figures)
+    # Other stages have no outputs, and every rank reports the same metrics.
     measured = backend.groups.object_from_last_stage(
         [{name: next(values) for name in output.metrics} for output in outputs]
     )
@@ -478,6 +489,7 @@ def _averaged_over_batches(
     declared = getattr(loss_fn, "metric_reductions", {})
     return {
         name: [value / count for value in values]
+        # A sum over the call would grow with its number of global batches; means and maxima do not.
         if declared.get(name, default_reduction(name)) is Reduction.SUM
         else list(values)
         for name, values in metrics.items()

@@ -32,6 +32,7 @@ def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> 
         shard: which columns these are.
         count: at most ``shard.size``.
     """
+    # A float32 and a token id fit into one int64, so one topk sorts by both.
     if working_dtype(logits) == torch.float32:
         keys = _gathered(_largest_keys(logits, shard, count), shard)
         return _IDS - (keys.topk(count, dim=1).values & _IDS)
@@ -47,6 +48,7 @@ def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> t
     keys = torch.full((len(logits), count), _NO_COLUMN, dtype=torch.int64, device=logits.device)
     if here == 0:
         return keys
+    # Reversed, so that of equal logits the lower id is the larger key.
     ids = _IDS - torch.arange(shard.start, shard.start + own, device=logits.device)
     for rows, values in scaled_chunks(logits, own, 1.0):
         # minus zero becomes zero; the bits of floats order as
@@ -74,6 +76,7 @@ def _largest_pairs(
 def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``count`` pairs of each row, in the order of falling values, and rising indices of equal
     values."""
+    # Two stable sorts, the minor key first: torch's topk promises no order among equal values.
     by_token = tokens.argsort(dim=1, stable=True)
     values, tokens = values.gather(1, by_token), tokens.gather(1, by_token)
     by_value = values.argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -89,6 +89,7 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
     here.set_arithmetic(deterministic=deterministic)
     if check_collectives:
         compare_collectives()
+    # The caller may have joined it already, as tests do.
     if not dist.is_initialized():
         init_process_group(here.backend, device=here.device)
     seed_everything(seed)
@@ -210,7 +211,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         return True
 
     def reset_peak_memory_stats(self) -> None:
-        """Start peak memory figures anew."""
+        """Reset the peak memory figures."""
         self.runtime.reset_peak_memory()
 
     def measure_peak_flops(self) -> float:
@@ -246,6 +247,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         get the same noise."""
         self._require("_add_noise_to_weights")
         self.backend.sync_parameters()
+        # One seed of rank 0 for all: copies of a weight on other ranks must stay equal.
         seed = torch.randint(2**62, (1,)).tolist()
         dist.broadcast_object_list(seed, src=0)
         generator = torch.Generator().manual_seed(seed[0])
@@ -260,6 +262,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self._handing.close()
         self._leave_collective()
         self._leave_policy()
+        # Before the default group goes: a backend destroys groups of its own.
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()

@@ -58,11 +58,11 @@ class WorkerState:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Return how tokens are drawn: the same in training, log-probabilities and generation."""
+        """Return how tokens are sampled: the same in training, log-probabilities and generation."""
         return SamplingSettings.of(self.cfg["generation"])
 
     def _generation(self, sampling: Sampling | None) -> GenerationConfig:
-        """Return the generation section, with tokens drawn as ``sampling`` says."""
+        """Return the generation section, with tokens sampled as ``sampling`` says."""
         return cast(GenerationConfig, {**generation_of(self.cfg), **(sampling or {})})
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:

@@ -122,6 +122,7 @@ class FSDP1Backend(HuggingFaceBackend):
         try:
             for name, tensor in self.export_hf():
                 places[name][0].put(nn.Parameter(tensor, requires_grad=False))
+            # Buffers alone move by this; the parameters came from the device.
             yield model.to(self.runtime.device)
         finally:
             for held, empty in places.values():

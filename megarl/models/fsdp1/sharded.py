@@ -52,7 +52,7 @@ class _SumInFloat32:
         add_to_sum(self._parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left."""
+        """Do nothing: ``step`` has let go of the gradient."""
 
 
 class Sharded:
@@ -94,6 +94,7 @@ class Sharded:
             param_init_fn=fill,
             device_id=runtime.device,
             device_mesh=init_device_mesh(runtime.device.type, (dist.get_world_size(),)),
+            # Else parameters would be flat ones without names, which checkpoints and groups of vectors need.
             use_orig_params=True,
         )
         if fill.dtype is not torch.float32:
@@ -143,6 +144,7 @@ class Sharded:
     def _gathered(
         self, unit: FullyShardedDataParallel, held: dict[str, Held]
     ) -> list[tuple[str, torch.Tensor]]:
+        # recurse=False: one unit at a time, so that no rank holds more than a layer.
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             return [
                 (name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)
@@ -170,7 +172,9 @@ class Sharded:
             for group in optimizer.param_groups
         ]
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
+        # Summed: a rank may have no part of any parameter, and so no state, when others have.
         dist.all_reduce(begun, group=self._group)
+        # No rank has stepped: there is no state that FSDP could gather.
         if not begun:
             return {"state": {}, "param_groups": groups}
         with self._state_dict_type():
@@ -211,6 +215,7 @@ class Sharded:
             handle = unit._handle
             if handle is not None:
                 handle.flat_param_to(target)
+                # FSDP keeps a second reference to its shard, and would bring back the old memory.
                 handle.flat_param._local_shard = handle.flat_param.data
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(target)

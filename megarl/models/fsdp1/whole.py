@@ -47,10 +47,11 @@ class FullModel:
         for name, parameter in named(self._held):
             master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             self._masters[name] = master
+            # The data and not the parameter, so that tied modules keep one.
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
                 # The gradient of each micro-batch is added in float32: in 16 bits small ones would be lost
-                # beside the sum.
+                # next to the sum.
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -64,7 +65,7 @@ class FullModel:
             self._held[name].get().copy_(master)
 
     def after_pass(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no parameter was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """``names`` and their whole parameters; they stay the model's own."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 NODE = "node"
 """Axis of the workers of one engine, one on each of its nodes."""
 LIFE_SECONDS = 60.0
-"""That an engine may take to say that it lives, behind a call that it was in."""
+"""Seconds that an engine has to answer ``is_alive``, after a call that it was in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ class EngineGroup(RolloutEngine):
                 )
                 group.get_all_worker_results(joined, timeout_s=self._workers.init_timeout_s)
             except BaseException:
+                # Engines that wait for the others of their nodes answer no polite request.
                 group.shutdown(force=True)
                 raise
         return group
@@ -145,7 +146,7 @@ class EngineGroup(RolloutEngine):
 
         Args:
             policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are
-                back afterwards, and the engines sleep. Without it engines start beside whatever is on the
+                back afterwards, and the engines sleep. Without it engines start next to whatever is on the
                 devices, which on a GPU is refused where it is too much.
 
         Raises:
@@ -223,8 +224,8 @@ class EngineGroup(RolloutEngine):
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the ranks of the engines read, as their loaders were seen to do; None for engines of one rank,
-        which read all. Asked of the engines once."""
+        """Return what the ranks of the engines read, as their loaders were seen to do; None for engines of
+        one rank, which read all. Asked of the engines once."""
         if self._workers.ranks == 1:
             return None
         if self._wanted is None:
@@ -232,6 +233,7 @@ class EngineGroup(RolloutEngine):
             engines = self._all("slices_read", as_digest=True)
             [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
             ranks = tuple(slices for _, slices in first)
+            # All engines have to read alike: one says its slices, the others a digest of them.
             digests = [slices_digest(slices) for slices in ranks]
             if any([digest for _, digest in engine] != digests for engine in engines):
                 logger.warning(
@@ -246,6 +248,7 @@ class EngineGroup(RolloutEngine):
     def take_slices(self, names: Sequence[str]) -> None:
         """Have the engines take these weights as slices from now on."""
         if tuple(names) != tuple(self._sliced):
+            # The policy makes other mailboxes for slices, so engines have to find them again.
             self._met = None
             self._all("take_slices", names=list(names))
             self._sliced = tuple(names)
@@ -270,6 +273,7 @@ class EngineGroup(RolloutEngine):
         self._forget()
         self._connected = True
         addresses = [
+            # Rank 0 is the policy's; the ranks of the engines follow, engine by engine.
             [ip, port, world_size, 1 + engine * self._workers.ranks]
             for engine in range(self._workers.engines)
         ]
@@ -293,6 +297,7 @@ class EngineGroup(RolloutEngine):
                 "no handles of weights: pass on what the policy's get_weights_ipc_handles() returned"
             )
         self.expected_version = int(next(iter(ipc_handles.values()))["version"])
+        # Versions stay None until the last group: no engine answers in between.
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
@@ -329,7 +334,7 @@ class EngineGroup(RolloutEngine):
         self._versions = [None] * self._workers.engines
 
     def _require_weights(self) -> None:
-        """That all engines have what was sent last.
+        """Require that all engines have the weights that were sent last.
 
         Raises:
             RefitError: one of them has not.
@@ -387,13 +392,13 @@ class EngineGroup(RolloutEngine):
             common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
-        # a call that is made again, of engines that were started anew, draws what the one that failed would
+        # a call that is made again, of engines that were restarted, samples what the one that failed would
         # have
         self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
-        """Refuse prompts that an engine would fail over, and have to be started anew."""
+        """Refuse prompts that an engine would fail over, and have to be restarted."""
         check_batch(
             data,
             required=(),

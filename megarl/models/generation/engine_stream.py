@@ -21,22 +21,23 @@ from megarl.distributed.token_batches import pad_arrays
 from megarl.models.generation.stream import Completion, Request
 
 TURN_SECONDS = 0.05
-"""That an engine works before it asks for further requests, where nothing is completed earlier."""
+"""Seconds that an engine works before it asks for further requests, where nothing is completed earlier."""
 
 GATHER_SECONDS = 0.5
 """Time between fetches of completions that no request follows. An engine is idle for a few ms between
 calls."""
 
-# After which a call that has not come back is waited for alone, by its deadline.
+# After these seconds a call that has not come back is waited for alone, by its deadline.
 _PATIENCE_SECONDS = 5.0
 
 
 class Group(Protocol):
-    """What a group of engines is asked for; see ``megarl.models.generation.engine_group.EngineGroup``."""
+    """The part of a group of engines that a stream calls; see
+    ``megarl.models.generation.engine_group.EngineGroup``."""
 
     @property
     def engines(self) -> int:
-        """How many there are."""
+        """Number of engines."""
         ...
 
     def call_engine(self, method: str, engine: int, **options: Any) -> Any:
@@ -99,8 +100,10 @@ class EngineStream:
                 break
             left = 1.0 if until is None else max(until - time.monotonic(), 0.0)
             ready, waiting = ray_calls.wait(list(self._calls), 1, left)
+            # All that are ready by now: one wait for each would leave the others idle.
             if ready and waiting:
                 ready += ray_calls.wait(waiting, len(waiting), 0.0)[0]
+            # A call that hangs is waited for by its deadline, which names the engine.
             ready = ready or [
                 call
                 for call, (_, begun) in self._calls.items()
@@ -134,6 +137,7 @@ class EngineStream:
 
     def _call(self) -> None:
         """Call each engine that has something to do and is in no call."""
+        # One call an engine at a time: an engine's worker has one thread.
         busy = {engine for engine, _ in self._calls.values()}
         for engine, new in enumerate(self._new):
             if engine not in busy and (new or self._open[engine]):
@@ -150,6 +154,7 @@ class EngineStream:
             numbers=numbers,
             data=data,
             given_up=given_up,
+            # Giving up waits for nothing: the engines are to be free at once.
             wait_s=0.0 if given_up else self._turn_seconds,
             **self._options,
         )
@@ -157,7 +162,7 @@ class EngineStream:
         return call
 
     def _completed(self, call: Any) -> dict[int, Completion]:
-        """What a call brings, once it has come back."""
+        """Wait for a call and return the completions that it brings."""
         engine, _ = self._calls.pop(call)
         [answers] = self._group.results([call])
         found = {
@@ -184,5 +189,6 @@ class EngineStream:
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.stop_strings for request in requests):
             data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
+        # Here and not in the engine, which would die of a prompt that it cannot take.
         self._check(data)
         return data

@@ -36,6 +36,7 @@ def started_on_empty_devices(policy: SharesDevices | None, start: Callable[[], E
         return start()
     policy.offload_after_refit()
     engines = start()
+    # Asleep before the parameters return: both together have no room.
     engines.finish_generation()
     policy.prepare_for_lp_inference()
     return engines

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
-"""How tokens are drawn: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
+"""How tokens are sampled: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
 
 __all__ = [
     "ColocationConfig",
@@ -222,7 +222,7 @@ class GenerationInterface(ABC):
 
 
 class SharesDevices(Protocol):
-    """What shares its devices with engines: a policy."""
+    """A policy that shares its devices with engines."""
 
     def offload_after_refit(self) -> None:
         """Leave the devices."""
@@ -232,7 +232,7 @@ class SharesDevices(Protocol):
 
 
 class RolloutEngine(GenerationInterface):
-    """Engines beside the policy, which get its weights by refits.
+    """Engines that are not the policy itself, and get its weights by refits.
 
     Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and
     ``update_weights_from_*`` receive weights, this is what a refit needs to know of them.
@@ -251,7 +251,7 @@ class RolloutEngine(GenerationInterface):
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Whether the engines are in the policy's group, as far as is known."""
+        """True while the engines are in the policy's group, as far as is known."""
 
     @abstractmethod
     def disconnect(self) -> None:
@@ -272,7 +272,7 @@ class RolloutEngine(GenerationInterface):
         ``update_weights_from_policy``."""
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Learn where the ranks of a policy on the same devices hand weights over; nothing is said to engines
+        """Learn where the ranks of a policy on the same devices hand weights over; nothing is sent to engines
         that know it.
 
         Args:
@@ -290,17 +290,17 @@ class RolloutEngine(GenerationInterface):
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the engines' ranks read of the weights, asked of them once; None where they take whole
-        weights. For ``Policy.send_slices``, whose answer goes to ``take_slices``."""
+        """Return what the engines' ranks read of the weights, asked of them once; None where they take full
+        weights. For ``Policy.send_slices``, whose result goes to ``take_slices``."""
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Learn which weights come as slices from now on; nothing is said to engines that know it."""
+        """Learn which weights come as slices from now on; nothing is sent to engines that know it."""
         if names:
             raise NotImplementedError(f"{type(self).__name__} takes whole weights")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
-        """Take all weights of a refit from the policy's ranks on the same devices, to be called beside
+        """Take all weights of a refit from the policy's ranks on the same devices, to be called together with
         ``Policy.hand_over_weights``.
 
         Args:
@@ -314,8 +314,8 @@ class RolloutEngine(GenerationInterface):
         )
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without a
-        cache: as ``Policy.get_logprobs``. None from engines that cannot say them.
+        """Return of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without
+        a cache: as ``Policy.get_logprobs``. None from engines that cannot compute them.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -329,8 +329,8 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def is_alive(self) -> bool:
-        """Whether all engines still answer; asked after a call of theirs has failed. Where not, ``restart``
-        follows.
+        """Return whether all engines still answer; asked after a call of theirs has failed. Where not,
+        ``restart`` follows.
 
         An engine that cannot be restarted need not say: its errors end the run.
         """

@@ -1,4 +1,4 @@
-"""Choosing the next token. Every random number is a function of the row's own seed, so that what is drawn
+"""Choosing the next token. Every random number is a function of the row's own seed, so that what is sampled
 does not depend on the layout, on the micro-batch a row is in, or on its neighbours.
 
 Legend: b rows, V vocabulary.
@@ -21,12 +21,13 @@ from megarl.key import defaults_of
 
 def seed_of(text: str) -> int:
     """A seed in [0, 2**63), a hash of what it depends on."""
+    # hash() differs from process to process, and seeds have to be those of the resumed run.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """The distribution that tokens are drawn from, and that training scores them by.
+    """The distribution that tokens are sampled from, and that training scores them by.
 
     Attributes:
         greedy: take the most likely token (the lowest index on a tie) and ignore top-k and top-p.
@@ -45,8 +46,8 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, *, greedy: bool = False) -> SamplingSettings:
-        """Those of a generation configuration; without one, tokens are drawn from the model's own
-        distribution."""
+        """Read the settings of a generation configuration; without one, tokens are sampled from the model's
+        own distribution."""
         given = {**defaults_of(GenerationConfig), **(config or {})}
         return cls(
             greedy,
@@ -56,17 +57,18 @@ class SamplingSettings:
         )
 
     def keeps_all(self, size: int) -> bool:
-        """Whether every one of ``size`` tokens can be drawn."""
+        """Return whether every one of ``size`` tokens can be sampled."""
         return (self.top_k is None or self.top_k >= size) and self.top_p >= 1.0
 
 
 MODEL_ITSELF = SamplingSettings()
-"""Tokens are drawn from the model's own distribution."""
+"""Tokens are sampled from the model's own distribution."""
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
     """[len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et al., SC'11) of
     ``seeds[r]``."""
+    # numpy's Philox and not torch's generators, whose streams differ between CPU and CUDA.
     rows = [np.random.Generator(np.random.Philox(key=int(seed) % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
 
@@ -82,13 +84,15 @@ def choose_tokens(
         settings: how to sample.
 
     Returns:
-        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were drawn from;
+        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were sampled from;
         greedy ones under that of the temperature alone.
     """
+    # float32 before the division, as training scores them: rounding would put ties elsewhere.
     scaled = logits.float() if settings.temperature == 1.0 else logits.float() / settings.temperature
     if not settings.greedy and not settings.keeps_all(scaled.shape[-1]):
         scaled = scaled.masked_fill(scaled < smallest_kept(scaled, settings)[:, None], -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
+    # By one uniform number a row: torch.multinomial has one generator for all rows.
     tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(logprobs.exp(), uniforms)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
@@ -110,6 +114,7 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
         ordered = scaled.sort(dim=-1, descending=True).values
     if settings.top_p >= 1.0:
         return ordered[:, -1]
+    # float64: over 100,000 tokens float32 sums would decide differently with the order of addition.
     probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
     before = running_sum(probabilities) - probabilities
     # none is before the first, which stays even where a row is not a number

@@ -19,7 +19,7 @@ from megarl.errors import MegarlError
 from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
-# That new requests wait for a poll at most, and that requests of a wave are waited for.
+# Seconds that new requests wait for a poll at most, and that requests of a wave are waited for.
 _LOOK_SECONDS = 0.05
 
 
@@ -62,7 +62,7 @@ class _Open:
         return Request(tokens, seed, bound - done, request.stop_strings)
 
     def completed(self, truncated: bool) -> Completion:
-        """All of it."""
+        """Join the pieces to the completion."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
         tokens, logprobs = (
@@ -130,6 +130,7 @@ class SharedStream:
         self._stops_at_texts, self._drains = stops_at_texts, drains
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
+        # Numbers of its own for requests: those of several callers may be equal.
         self._new: list[int] = []
         self._with_engines: set[int] = set()
         self._next = 0
@@ -197,6 +198,7 @@ class SharedStream:
     def _take_parts(self) -> None:
         """Keep what has been sampled of requests that are not complete."""
         assert self._stream is not None
+        # First: an interrupt would cut these as well.
         while any(map(self._is_completed_first, self._with_engines)):
             self._deliver(self._stream.poll(_LOOK_SECONDS))
         parts = self._stream.interrupt(sorted(self._with_engines))
@@ -259,6 +261,7 @@ class SharedStream:
                     self._deliver(self._stream.poll(_LOOK_SECONDS))
                     self._busy_s += time.perf_counter() - begun
         except BaseException as error:
+            # Raised by pause(), in the caller's thread: an error of a thread of its own would be lost.
             self._failure = error
 
     def _taken(self) -> dict[int, Request]:
@@ -282,6 +285,7 @@ class SharedStream:
         with self._changed:
             for number, piece in found.items():
                 self._with_engines.discard(number)
+                # None: the caller has given it up meanwhile.
                 opened = self._open.pop(number, None)
                 if opened is not None:
                     opened.add(piece, self._version)

@@ -1,4 +1,4 @@
-"""Requests one by one: prompts are handed to engines and completions fetched as they come, beside
+"""Requests one by one: prompts are handed to engines and completions fetched as they come, next to
 ``generate``, which takes a batch."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: [n] int64, what was sampled, the stop token among them.
-        logprobs: [n] float32, of each of them as it was drawn.
+        logprobs: [n] float32, of each of them as it was sampled.
         truncated: a length limit ended it, not a stop.
         versions: [n] int64, steps of training behind the weights that sampled each token; None where they are
             those that the engines had all the time.
@@ -82,7 +82,7 @@ class RequestStream(Protocol):
 
 
 class Generates(Protocol):
-    """What completes a batch; see ``GenerationInterface.generate``."""
+    """Anything that completes a batch; see ``GenerationInterface.generate``."""
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
         """Complete every prompt."""
@@ -140,6 +140,7 @@ class Waves:
         """
         if not self._waiting:
             return {}
+        # By number, so that a batch does not depend on the order in which requests came.
         numbers = sorted(self._waiting)
         requests = [self._waiting[number] for number in numbers]
         found = self._completed(requests)
@@ -149,6 +150,7 @@ class Waves:
     def _completed(self, requests: Sequence[Request]) -> list[Completion]:
         ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+        # All or none: a column of seeds has no value for a row without one.
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.max_new_tokens is not None for request in requests):
@@ -179,8 +181,8 @@ class Waves:
             )
             most = request.max_new_tokens
             if most is not None and len(tokens) > most:
-                # of an engine that does not read the bound: the beginning of what is drawn does not depend on
-                # what follows
+                # of an engine that does not read the bound: the beginning of what is sampled does not depend
+                # on what follows
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found

@@ -1,6 +1,6 @@
 """The engine's attention as an attention implementation of transformers, under the name ``megarl``.
 
-How sequences lie travels as the keyword argument ``sequence_layout`` through ``model(**kwargs)``, as
+The layout of sequences travels as the keyword argument ``sequence_layout`` through ``model(**kwargs)``, as
 transformers hands unknown keywords on to every attention call; so it is there again when a layer is
 recomputed in the backward pass. No mask is ever made: transformers leaves that out for an implementation it
 has no mask function for, and sequences are padded on the right only, so that a causal mask hides the padding

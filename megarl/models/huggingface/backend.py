@@ -135,6 +135,7 @@ class HuggingFaceBackend(ABC):
         self.scheduler: LRScheduler | None = None
         self._build(source)
         if with_optimizer:
+            # Here, and not by an error of the first step, after minutes of sampling.
             self._refuse_optimizer()
             self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions, seed)
             self.scheduler = build_scheduler(policy, self.optimizer)
@@ -190,6 +191,7 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
+            # Also the float32 sum of a 16-bit parameter, which torch's zero_grad does not know.
             setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
@@ -198,6 +200,7 @@ class HuggingFaceBackend(ABC):
         # The norm of what the loss without its scale would give; gradients themselves are divided only if
         # they are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
+        # Before the caller is asked: an overflow is the scale's fault, and lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
@@ -225,7 +228,7 @@ class HuggingFaceBackend(ABC):
         """Nothing is cached: the next pass reads the parameters again."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of it: there is one stage."""
+        """Export all weights: there is one stage."""
         return self.export_hf()
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
@@ -258,6 +261,7 @@ class HuggingFaceBackend(ABC):
             return
         if part == "gradients":
             self.zero_grad()
+        # FSDP keeps them in host memory, and brings them by itself.
         elif self.offloads:
             return
         elif part == "parameters":

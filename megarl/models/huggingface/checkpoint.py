@@ -84,6 +84,7 @@ def save_optimizer(
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
+    # Tensors through DCP, so that any layout reads them; numbers and texts in one file of rank 0.
     tensors = {
         _key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)
     }
@@ -204,6 +205,7 @@ def install(
     """
     here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [list(group["params"]) for group in loaded["param_groups"]]
+    # By names and order: torch assigns state by a number, and would give it to other parameters.
     if here != there:
         raise CheckpointError(
             f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this "
@@ -234,6 +236,7 @@ def _plain(value: Any) -> Any:
 
 def _empty(stored: TensorStorageMetadata, like: torch.Tensor) -> torch.Tensor:
     if tuple(stored.size) == tuple(like.shape):
+        # Like the weight, so that DCP reads this rank's shard alone; a scalar state stays whole.
         return torch.zeros_like(like, dtype=stored.properties.dtype)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
@@ -251,6 +254,7 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBu
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
     with failing_alike():
         stored = _metadata(directory).state_dict_metadata
+    # DCP itself ignores what is only in the checkpoint, and would load half of another model.
     only_there, only_here = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
     other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
     if only_there or only_here or other:

@@ -108,6 +108,7 @@ class _CachedForward:
             self.decoded.step(lengths, positions)
             return self._forward(tokens[:, None])
 
+        # The key has the positions looked at: a recorded step cannot look at more later.
         return self.graphs.run(positions, forward, lengths, tokens)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -156,6 +157,7 @@ class _OwnCacheForward:
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
         """See ``Forward``."""
+        # Asked of prompts on the host; without padding attention needs no mask.
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
         if len(prompt_of) > len(tokens):
@@ -180,8 +182,9 @@ class _OwnCacheForward:
 
 
 def _keeps_positions_alone(cache: DynamicCache) -> bool:
-    """Whether every layer keeps keys and values of its last positions, and nothing that was computed from all
-    of them."""
+    """Return whether every layer keeps keys and values of its last positions, and nothing that was computed
+    from all of them."""
+    # By exact type: a subclass may keep more.
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
@@ -199,6 +202,7 @@ def _next_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
+        # Of prompts too the last position alone: the logits of all would be the largest tensor.
         logits_to_keep=1,
         **options,
     )

@@ -47,6 +47,7 @@ def parameters_on_meta() -> Iterator[None]:
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
 
+    # On the class: constructors of all modules below call it.
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -75,6 +76,7 @@ def build_on_meta(
     Raises:
         ModelError: vLLM would compute another model from the config, or its model also sees.
     """
+    # A copy, because the vocabulary and dropout below are changed; the caller exports its own.
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     if text is not config:
@@ -131,7 +133,7 @@ def _score_every_token(model: Any) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether embedding and output layer are one parameter; a module without these has none."""
+    """Return whether embedding and output layer are one parameter; False for a module without these."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return output is not None and output.weight is model.get_input_embeddings().weight
 
@@ -160,6 +162,7 @@ def recompute_layers(model: Any) -> None:
     it.
     """
     for layer in layers_of(model):
+        # The reentrant kind takes no keyword arguments, by which sequence layouts travel.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

@@ -14,6 +14,7 @@ from megarl.models.huggingface.loading import is_tied, tie
 
 def move_model(model: Any, device: torch.device) -> Any:
     """Parameters and buffers to ``device``; the model itself."""
+    # Module.to() may make new parameters, one for each module, and so untie a shared one.
     tied = is_tied(model)
     model.to(device)
     if tied:

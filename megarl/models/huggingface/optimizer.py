@@ -98,11 +98,13 @@ def build_optimizer(
         chosen["master_dtype"], chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed
     )
     if not states.are_plain:
+        # A rule of the configuration has refused other optimizers with such states.
         decoupled = kind is torch.optim.AdamW
         made = _construct(
             OPTIMIZER,
             LowPrecisionAdamW,
             groups,
+            # torch's own default of each class, which the kwargs may replace.
             {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs},
         )
         made.settings, made.place_of = states, lambda parameter: (names[parameter], 0)
@@ -148,7 +150,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
 
 
 def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
-    """What a checkpoint keeps of a schedule, for ``resume_schedule``."""
+    """Return what a checkpoint keeps of a schedule, for ``resume_schedule``."""
     return {
         "kind": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -221,6 +223,7 @@ def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) 
         device: where collectives work.
     """
     total = squared_norm(local_gradients(parameters), device)
+    # Over the world: each element counts on one rank, see _counted.
     dist.all_reduce(total)
     return float(total.sqrt())
 

@@ -33,6 +33,8 @@ warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron
 for _name, _beginning in _TO_DEVELOPERS.items():
     _hide(_name, _beginning)
 
+# Before the first import of Megatron-Core: a broken Transformer Engine would end that import.
 find()
 with without_compiler():
+    # It binds torch.compile when it is imported, so this import fixes the choice for the process.
     import megatron.core.jit  # noqa: F401

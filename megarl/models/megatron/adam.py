@@ -2,7 +2,7 @@
 it.
 
 torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves
-optimizer state as slices of parameters and carries only what stands in the parameter groups beside them, so
+optimizer state as slices of parameters and carries only what stands in the parameter groups next to them, so
 torch's counters are lost or shared after a resume. With the counter in the group, save, load and resharding
 need no special case.
 """
@@ -78,6 +78,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # torch's functional forms: the arithmetic is theirs, and only the step counters are ours.
         update = adamw if self.decoupled else adam
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -107,6 +108,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 foreach=False,
                 capturable=False,
                 differentiable=False,
+                # One kernel, on a CPU as well; foreach=False, because torch accepts only one of the two.
                 fused=True,
             )
             group["step"] = int(group.get("step", 0)) + 1
@@ -148,6 +150,8 @@ class ShardedAdamW(LowPrecisionAdamW):
                 for parameter in group["params"]
                 if getattr(parameter, "decoupled_grad", None) is not None
             ]
+            # A group without gradients here does not count a step; _agree_on_steps evens that out for
+            # checkpoints.
             if parameters:
                 group["step"] = int(group.get("step", 0)) + 1
             for parameter in parameters:
@@ -158,6 +162,8 @@ class ShardedAdamW(LowPrecisionAdamW):
                 ):
                     if in_host and host is not None:
                         early = host.early(parameter)
+                        # Else it is copied now, in the step: norms, tied embeddings and float16 gradients are
+                        # not copied early.
                         if early is not None:
                             shard = replace(shard, gradient=early, is_early=True)
                         in_host_memory.append((shard, numbers))
@@ -207,11 +213,13 @@ class ShardedAdamW(LowPrecisionAdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters, and the state as it is stored, which Megatron-Core does not save."""
+        # Past LowPrecisionAdamW, whose own form is for the torch backends: DCP streams the states here.
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the hyperparameters; the state is read by ``write_state``."""
         kept = self.state
+        # Without states: torch would cast each to the dtype of its parameter, which breaks stored formats.
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
         self.state = kept
 
@@ -240,6 +248,7 @@ def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> No
                 for parameter in group.param_to_bucket
                 if parameter in final and parameter in inner.model_param_group_index_map
             ]
+            # On the instance: Megatron-Core calls it from its backward hook as soon as a bucket is full.
             group.start_grad_sync = functools.partial(
                 _start_and_copy, group.start_grad_sync, group, inner, own
             )
@@ -264,10 +273,12 @@ def _start_and_copy(
 ) -> None:
     start(*arguments, **options)
     adam: ShardedAdamW = inner.optimizer
+    # None where the reduction was synchronous, so that nothing is left to wait for.
     handle = group.grad_reduce_handle
     for parameter in parameters:
         place, order = inner.model_param_group_index_map[parameter]
         shard = adam.param_groups[place]["params"][order]
         owned = inner._get_model_param_range_map(parameter)["param"]
+        # Only the part that this rank keeps after the reduce-scatter; the rest of the buffer is not summed.
         gradient = parameter.main_grad.view(-1)[owned.start : owned.end]
         adam.copy_early(shard, gradient, handle.wait if handle is not None else lambda: None)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
+"""Low-rank adapters of Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
 and data parallelism.
 
 A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it,
@@ -124,6 +124,7 @@ class Adapter(nn.Module):
         self._settings, self.switch = settings, switch
         self.is_row, self._of_expert = isinstance(linear, RowParallelLinear), linear.is_expert
         self.sequence_parallel, self._group = (
+            # Tokens of experts come through the dispatcher: no run of the sequence is gathered around them.
             linear.sequence_parallel and not self._of_expert,
             linear.tp_group,
         )
@@ -136,6 +137,7 @@ class Adapter(nn.Module):
             # with the rows behind the vocabulary, of which a rank may have nothing else
             self._starts, rows = {0: linear.tp_group.rank() * layout.shape[0]}, {0: layout.shape[0]}
         else:
+            # The first row of each part that this rank has: factors are filled from full ones by it.
             self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
             rows = {
                 part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
@@ -150,14 +152,18 @@ class Adapter(nn.Module):
             if len(rule.parts) > 1
             else torch.arange(layout.shape[0])
         )
+        # No buffer for an order that changes nothing: the index_select of every pass would be a copy.
         is_needed = not torch.equal(order, torch.arange(len(order)))
+        # Not persistent: it follows from the layout, and a checkpoint has to fit any layout.
         self.register_buffer(
             "_order", order.to(linear.weight.device) if is_needed else None, persistent=False
         )
 
     def _register(self, weight: torch.Tensor, name: str, shape: tuple[int, int]) -> None:
+        # Zeros and no random numbers: fill() gives values that do not depend on the layout.
         parameter: Any = nn.Parameter(weight.new_zeros(shape))
         is_cut = ("_A_" in name) == self.is_row
+        # Megatron-Core counts a parameter in the norm where it has the mark of a cut one.
         counts = self._of_expert and self._group.rank() == 0
         set_tensor_model_parallel_attributes(
             parameter, is_parallel=is_cut or counts, dim=int("_A_" in name), stride=1
@@ -188,11 +194,12 @@ class Adapter(nn.Module):
             for part, rows in pair.parts.items():
                 own = self.get_parameter(_parameter("B", self._names[part]))
                 start = 0 if self.is_row else self._starts[part]
+                # Rows that pad the vocabulary are beyond the full factor, and stay zero.
                 values = whole[rows][start : start + own.shape[0]]
                 own[: len(values)].copy_(values)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[s, B, in] to what is added to the layer's output [s, B, out], both as they lie on the ranks around
+        """[s, B, in] to what is added to the layer's output [s, B, out], both as they are on the ranks around
         the layer."""
         return self.added(inputs, [self], lambda values, weights: F.linear(values, weights[0]))
 
@@ -212,7 +219,9 @@ class Adapter(nn.Module):
         share, settings = self._settings.dropout, self._settings
         if settings.drops_input:
             inputs = drop(inputs, share, self)
+        # Scaled between the factors, where a token has r numbers and not the width of the layer.
         hidden = product(inputs, self._down_of(adapters)) * settings.scaling
+        # An expert skips it: the ranks' shares are summed behind the layer of experts, with its own output.
         output = product(hidden if self._of_expert else self._between(hidden), self._up_of(adapters))
         return output if settings.drops_input else drop(output, share, self)
 
@@ -256,6 +265,7 @@ class Adapter(nn.Module):
             for part in pair.parts:
                 name = _parameter("B", self._names[part])
                 ups.append(
+                    # Blocks of one wide B with zeros outside: one product serves all parts of a fused layer.
                     F.pad(
                         _stacked(adapters, name, summed_over=self._of_ranks if self.is_row else None), around
                     )
@@ -287,7 +297,8 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """As Megatron-Core's modules; keys in the checkpoint are those of Megatron-Bridge's CanonicalLoRA."""
+        """Return the factors as Megatron-Core's modules do; keys in the checkpoint are those of
+        Megatron-Bridge's CanonicalLoRA."""
         state: dict[str, Any] = {}
         for pair in self._pairs:
             alone = next(iter(pair.parts)) if len(pair.parts) == 1 else None
@@ -374,7 +385,9 @@ class _Adapted:
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         # with the weight, for which Megatron-Core looks in an output layer; the checkpoint leaves it out
-        own: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        own: dict[str, Any] = super().sharded_state_dict(  # type: ignore[misc]
+            prefix, sharded_offsets, metadata
+        )
         return own | self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
 
 
@@ -423,6 +436,7 @@ class Adapters:
         vocabulary = _vocabulary(architecture)
         refuse_tied(architecture.tied_embeddings, settings)
         self._rows = {module: architecture.vocab_size for module in vocabulary}
+        # Matrices that can have no adapter, such as routers: a pattern that names one is refused.
         others = sorted(matrices - {*layers, *of_experts, *vocabulary})
         self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
         _refuse_some_experts(self.adapted, apart, settings)
@@ -441,8 +455,10 @@ class Adapters:
         """
         chosen, idle, other = set(self.adapted), False, ""
         for chunk in chunks:
+            # First everything is frozen; the adapters, added afterwards, are all that has gradients.
             chunk.requires_grad_(False)
             found = 0
+            # The names are taken once, before the loop adds those of the adapters themselves.
             for local, name in global_names(chunk, self._experts).items():
                 if not name.endswith(".weight"):
                     continue
@@ -464,7 +480,9 @@ class Adapters:
                 found += 1
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_gradients)
+        # The full factors of an adapter to go on from are needed no more, and may be large.
         self._first.forget()
+        # Behind the loop: a rank that raises alone would leave the others in the next collective.
         self._refuse_anywhere(idle, other)
 
     def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
@@ -511,6 +529,7 @@ class Adapters:
         if stored is None:
             return ""
         own = stored[self._groups.tensor_rank * len(weight) :][: len(weight)].to(weight)
+        # To the bit: the stored rows are copies of the base that the adapter was trained on.
         return "" if torch.equal(own, weight[: len(own)]) else module
 
     def _refuse_anywhere(self, idle: bool, other: str) -> None:
@@ -583,6 +602,8 @@ class Adapters:
             (is_expert(name), module, letter, tuple(tensor.shape), cut)
             for name, module, letter, tensor, cut in own
         ]
+        # First over the ranks of experts, then over stages: all
+        # know every name and shape before tensors move.
         of_ranks = _listed(listing, self._experts.model)
         stages: list[Any] = _listed(of_ranks, self._groups.pipeline)
         like = own[0][3]
@@ -594,6 +615,7 @@ class Adapters:
                     size * (dist.get_world_size(group) if axis == cut else 1)
                     for axis, size in enumerate(shape)
                 ]
+                # Every rank allocates it: other stages receive the broadcast below.
                 whole = like.new_empty((len(modules), *sizes))
                 if stage == self._groups.pipeline_rank:
                     part = _joined(own[place][3], cut, group)
@@ -635,6 +657,7 @@ class _Exported(Mapping[str, torch.Tensor]):
         self._held, self._adapters = held, adapters
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        # Merged when asked for, so that one bucket of merged weights exists at a time.
         adapter = self._adapters.get(name)
         return self._held[name] if adapter is None else adapter.merged(self._held[name])
 
@@ -653,6 +676,7 @@ def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> to
 def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensors of all ranks of a group, a dimension more in front."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    # A list of views of one tensor: the parts arrive where they belong, without a further copy.
     dist.all_gather(list(whole), tensor.contiguous(), group=group)
     return whole
 

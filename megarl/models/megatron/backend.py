@@ -167,6 +167,7 @@ class LooseParameters:
                 memory.resize_(0)
             return
         for memory, copy in zip(memories, self._away, strict=True):
+            # The storage grows in place, so that parameters, views and hooks need not know of the move.
             memory.resize_(copy.nbytes)
             _bytes_of(memory).copy_(copy, non_blocking=True)
         self._away = []
@@ -190,7 +191,8 @@ class LooseParameters:
 
 
 def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    """All of it, uint8."""
+    """Return a view of all bytes of a storage, uint8."""
+    # Bytes, because tensors of several dtypes and shapes may share one storage.
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
@@ -241,6 +243,7 @@ class MegatronBackend:
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
+        # Also for KeyboardInterrupt: groups and stand-ins outlive the constructor otherwise.
         except BaseException:
             self.close()
             raise
@@ -275,6 +278,7 @@ class MegatronBackend:
         self.shapes = Shapes(
             math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1
         )
+        # Reading two full matrices is slow, so only few ranks compare tied weights.
         check_source(
             source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0
         )
@@ -331,7 +335,7 @@ class MegatronBackend:
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Those that share experts."""
+        """Process group of the replicas whose tokens meet in the same experts, so that they run in step."""
         return self.experts.replicas
 
     def forward_backward(
@@ -340,6 +344,7 @@ class MegatronBackend:
         # A training pass waits for its gathers by the hooks of Megatron-Core; outside of one nobody would.
         if not backward:
             self.sync_parameters()
+        # Before every pass, also one without gradients: layers of experts meet in collectives there too.
         inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
         if backward and self._recorded is not None:
             outputs = self._recorded.forward_backward(inputs, head)
@@ -356,6 +361,7 @@ class MegatronBackend:
         return bool(self.chunks[0].training)
 
     def zero_grad(self) -> None:
+        # The start of a training step: from here on hooks may gather parameters behind the forward pass.
         self._resume_gathering_ahead()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -476,6 +482,7 @@ class MegatronBackend:
         self._mover.move(part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
+        # Asked first: a missing optimizer is refused before the weights are written.
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype, said = (

@@ -57,6 +57,7 @@ def build_chunks(
     )
     head = architecture.head if scores(policy) else None
     if head is not None:
+        # Megatron-Core has no score layer: it builds an output layer, which a ScoreLayer replaces below.
         architecture = replace(architecture, head=None)
     config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
@@ -79,7 +80,7 @@ def build_chunks(
         ]
     for chunk in chunks:
         if chunk.post_process and not layers._grad_accum_fusion_available:
-            # Told only after it was built: see _output_layers_that_add_apart.
+            # Set only after it was built: see _output_layers_that_add_apart.
             chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -91,11 +92,13 @@ def build_chunks(
     if joins_norms(config, fused=fused):
         join_norms(chunks)
     teach_routing(chunks, architecture)
+    # Before the data-parallel wrapper, which sorts parameters into buffers by these marks.
     _mark_experts(chunks)
     _mend_expert_biases(chunks)
     if policy["megatron_cfg"]["freeze_moe_router"]:
         for router in routers(chunks):
             for parameter in router.parameters():
+                # Before the data-parallel wrapper too: it makes gradient buffers for what is trained.
                 parameter.requires_grad_(False)
     return chunks
 
@@ -110,6 +113,7 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
     Raises:
         ConfigError: this Megatron-Core lacks the class.
     """
+    # null takes GPTModel while Megatron-Core has it, and HybridModel afterwards.
     if chosen != "hybrid" and _has_gpt_model():
         return _gpt_model
     if chosen == "gpt":
@@ -166,6 +170,7 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
     def make_even(rotary: YarnRotaryEmbedding, length: int, *arguments: Any, **options: Any) -> None:
         make(rotary, round_up(length, parts), *arguments, **options)
 
+    # Patched on the class: the constructor makes the table, before an instance could be reached.
     with patched((YarnRotaryEmbedding, "_set_cos_sin_cache", make_even)):
         yield
 
@@ -199,6 +204,7 @@ class ScoreLayer(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
+        # An attribute, as ColumnParallelLinear has it, so that keep_products_in_float32 serves both.
         self._forward_impl: Any = _plain_linear
 
     def forward(
@@ -264,6 +270,7 @@ class Float32Product(torch.autograd.Function):
             # out_dtype exists on CUDA alone.
             product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
+            # The products of two 16-bit numbers are exact in float32, so only the sums round, as on a GPU.
             product = rows.float() @ weight.float().t()
         return product.view(*tokens.shape[:-1], weight.shape[0])
 
@@ -287,6 +294,8 @@ def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] |
     """
     if scaling is not None:
         rotary = model.rotary_pos_emb
+        # In place of the frequencies themselves: angles of each length are cached from them at the first
+        # pass.
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
 
 
@@ -320,15 +329,17 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
             if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
                 module.bias.tensor_model_parallel = True
                 module.bias.sequence_parallel = False
+                # Skips the reduction, which experts leave to their token dispatcher in every other layout.
                 module.explicit_expert_comm = True
 
 
 def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights
+    """Groups of buckets that are reduced together, those of each buffer by themselves: next to 16-bit weights
     a gated delta net has float32 ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all
     buffers of a chunk beyond the first into one group. Its newer releases pass more options."""
     groups: list[Any] = []
     for buffer in buffers:
+        # One buffer a call: partition_buckets then forms no group across dtypes.
         groups += partition_buckets([buffer], *arguments, **options)
     return groups
 

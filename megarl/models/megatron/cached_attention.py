@@ -1,5 +1,5 @@
-"""What Megatron's attention lacks to decode rows that are padded on the left: ``DecodedRows`` as its cache,
-and rotation by each row's positions.
+"""Attention of Megatron that decodes rows that are padded on the left: with ``DecodedRows`` as its cache, and
+with rotation by each row's positions.
 
 Keys are rotated by the positions of their own rows before they are cached; Megatron rotates all cached keys
 again in every pass.
@@ -43,7 +43,7 @@ class CachesRows:
         rotary_pos_emb: Any,
         *others: Any,
     ) -> tuple[Any, ...]:
-        """In the place of Megatron's own: the same, but for the cache; it rotates nothing."""
+        """Store keys and values in our cache, in the place of Megatron's own method; rotate nothing."""
         if inference_context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         assert self.rows is not None, "inside of decoding()"
@@ -51,6 +51,7 @@ class CachesRows:
             query,
             *self.rows.store(self.layer_number, key, value),
             rotary_pos_emb,
+            # No mask of Megatron's: the core attention is causal and leaves each row's padding out by itself.
             AttnMaskType.no_mask,
             None,
         )
@@ -58,7 +59,7 @@ class CachesRows:
 
 class RowSelfAttention(CachesRows, SelfAttention):
     """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the
-    kernel of Transformer Engine, which has to be told nothing of positions."""
+    kernel of Transformer Engine, which needs no positions."""
 
     _angles: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
@@ -73,6 +74,7 @@ class RowSelfAttention(CachesRows, SelfAttention):
         self._angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         self._positions = None if packed_seq_params is None else packed_seq_params.positions
         try:
+            # None: Megatron-Core rotates nothing, and get_query_key_value_tensors below has done it.
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
             # Nothing is kept beyond the pass: angles are of one micro-batch's length.
@@ -123,13 +125,14 @@ def decoding(
 
     Args:
         stages: model chunks.
-        rows: are told of each pass before it.
+        rows: learn of each pass before it.
         portable: makes the core attention for an attention layer that has another one, which cannot leave
             padding out.
     """
     with contextlib.ExitStack() as stack:
         for attention in (module for stage in stages for module in stage.modules()):
             if isinstance(attention, RowSelfAttention | MLASelfAttention):
+                # Transformer Engine's, which has no masks of rows.
                 if not hasattr(attention.core_attention, "rows"):
                     stack.enter_context(_replaced(attention, portable(attention)))
                 for part in (attention, attention.core_attention):

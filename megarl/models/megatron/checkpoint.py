@@ -1,7 +1,7 @@
 """Checkpoints through Megatron-Core's dist-checkpointing: any layout reads what any other wrote.
 
-A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved
-to its name by rank 0 alone.
+A checkpoint directory appears whole or not at all: everything is written next to it, synced to disk, and
+moved to its name by rank 0 alone.
 
 The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to
 0.19 lays the gathered buckets of a buffer end to end without their padding, but then cuts parameters out by
@@ -90,8 +90,7 @@ _BOUNDS = ("max_lr", "min_lr")
 
 def _metadata() -> dict[str, Any]:
     """Return how optimizer state is cut: so that any layout can read it. A fresh dict each time, because
-    Megatron adds its process groups to
-    it."""
+    Megatron adds its process groups to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -102,14 +101,14 @@ def _entry(chunk: int) -> str:
 
 
 def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """What a checkpoint holds: all of a model, or where it has adapters these alone."""
+    """Return the sharded state of a checkpoint: all of a model, or where it has adapters these alone."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # each layer by itself, because not every one need have them
         states = [
             chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
             for chunk in chunks
         ]
-        # beside adapters a score layer may be trained
+        # a score layer may be trained with adapters
         trained = {
             name
             for chunk in chunks
@@ -163,9 +162,11 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
                 state = loaded[_entry(index)] if len(chunks) > 1 else loaded
                 # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
                 weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+                # Tensors of the meta device were read straight into the model's own memory.
                 elsewhere = {
                     name: value for name, value in weights.items() if not getattr(value, "is_meta", False)
                 }
+                # Not strict, since what is read already is left out; _load has compared the names.
                 chunk.module.load_state_dict(elsewhere, strict=False)
 
 
@@ -175,6 +176,7 @@ def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
     tensors = itertools.chain.from_iterable(
         itertools.chain(module.parameters(), module.buffers()) for module in modules
     )
+    # Storages and not tensors: views that a sharded state dict makes of a weight count as the weight.
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
@@ -192,11 +194,13 @@ def save_optimizer(
         _initialize_state(optimizer)
         _agree_on_steps(optimizer)
         weights = _sharded(chunks)
+        # Adam is patched around this too: Megatron-Core reads step counts by the kind of Adam that it sees.
         state = _without_empty_copies(optimizer.sharded_state_dict(weights, metadata=_metadata()))
         save_sharded(state, partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
+            # A file for each rank, because no other layout can use another's random state anyway.
             save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
@@ -249,6 +253,7 @@ def load_optimizer(
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
     """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core
     keeps master weights and moments of the two in different forms. Local."""
+    # From the index alone, before any tensor is read: the two forms fail deep inside Megatron-Core.
     stored = any(
         key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata
     )
@@ -351,11 +356,12 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         if separate
         else (serialization, "load_common_state_dict")
     )
+    # Megatron-Core would read both files once more, without retries and with torch's own unpickler.
     return [(serialization, name, lambda *unused: answer), (*reader, lambda *unused: shared)]
 
 
 def _shared_beside_tensors(directory: Path) -> Any:
-    """What all ranks share, where it is an object among the tensors."""
+    """Read what all ranks share, where it is an object among the tensors."""
     with restricted_loading():
         return read_again(lambda: serialization.load_common_state_dict(directory), str(directory))
 
@@ -367,9 +373,10 @@ def _read(
     strategy: StreamedLoad,
     readers: Sequence[tuple[Any, str, Any]],
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are
-    only asked for by this rank."""
+    """Return what ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that
+    are only asked for by this rank."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
+        # RETURN_ALL: raising here would be local to a rank; the caller compares over all ranks.
         loaded, missing, unexpected = dist_checkpointing.load(
             wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL
         )
@@ -381,6 +388,7 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
     """Inside, errors of Megatron-Core and of DCP become megarl's."""
     try:
         yield
+    # DCP's is no Exception, and holds those of all ranks; megarl's own among them go on as they are.
     except CheckpointException as error:
         refused = next(
             (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None
@@ -401,7 +409,7 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
 
 
 def _on_all_ranks(own: Any) -> list[Any]:
-    """What each rank has, by rank. A collective over all ranks."""
+    """Return the object of each rank, by rank. A collective over all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return everywhere
@@ -453,6 +461,7 @@ def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
     bias correction at its first step.
     """
     groups = optimizer.param_groups
+    # Over all ranks: a group may have parameters on other ranks alone, and counts only there.
     most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))
     for group in groups:
         if most and "step" not in group:

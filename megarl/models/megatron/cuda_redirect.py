@@ -17,7 +17,7 @@ Everything that is redirected is listed here and nowhere else. It happens in thr
 
 In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's
 runtime says: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core
-is told that there is no CUDA.
+sees no CUDA.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def without_compiler() -> Iterator[None]:
     Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of
     its functions is ever compiled.
     """
+    # Asked without starting CUDA: this runs at import, before the process has chosen its device.
     if will_use_cuda():
         yield
         return
@@ -150,6 +151,7 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         longest = max(output_split_sizes)
+        # gloo gathers equal parts alone: all are padded to the longest and cut again afterwards.
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: input_.shape[0]] = input_
         whole = input_.new_empty(group.size(), longest, *input_.shape[1:])
@@ -163,8 +165,10 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        # An all-reduce and a slice: more bytes than a reduce-scatter, but gloo has it for uneven parts.
         total = input_.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)
+        # A clone, so that the part does not keep the whole sum in memory.
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
     yield mappings, "_gather_along_first_dim", gather_uneven
@@ -177,6 +181,7 @@ def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
+            # The pointers too: a gather into other memory has to copy even among one rank.
             if options["group"].size() > 1 or output.data_ptr() != input_.data_ptr():
                 return collective(output, input_, **options)
             return None
@@ -198,6 +203,7 @@ def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 _CUDA_STAND_INS: dict[str, Any] = {
+    # With MEGARL_DEVICE=cpu on a machine with GPUs these would say otherwise.
     "is_available": lambda: False,
     "device_count": lambda: 0,
     "current_device": lambda: CPU,
@@ -219,6 +225,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
     yield torch.Tensor, "record_stream", _nothing
+    # Imported here and below, not at the top: this module is imported before Megatron-Core itself.
     from megatron.core.tensor_parallel import random as megatron_random
 
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
@@ -253,6 +260,7 @@ def install() -> None:
     global _depth
     if not needed():
         return
+    # Calls nest: tests and megarl parity build several backends in one process.
     _depth += 1
     if _depth == 1:
         _installed.enter_context(patched(*_stand_ins()))
@@ -288,6 +296,7 @@ class CudaLiterals(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron-Core's optimizers sort parameters by this name, and raise where it is none of CUDA's.
             return _TENSOR_TYPES.get(args[0].dtype) or func(*args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}

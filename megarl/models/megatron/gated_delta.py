@@ -65,6 +65,7 @@ class GatedNorm(torch.nn.Module):
         # each tensor-parallel rank has other heads: their gradients of the weight add up
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
         wide = wide_dtype(heads)
+        # Rounded to the model's dtype before the weight, as transformers does; the gate in float32 after it.
         normed = F.rms_norm(heads.to(wide), (heads.shape[-1],), eps=self.epsilon).to(heads.dtype)
         return (weight * normed * F.silu(gate.to(wide))).to(heads.dtype)
 
@@ -125,6 +126,7 @@ class GatedDeltaMixer(MegatronModule):
         self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            # Marked as cut: without it the norm of gradients counts these on the first rank alone.
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         self.out_norm = GatedNorm(config, net.value_width, tensor)
         self.out_proj = build_module(
@@ -158,6 +160,7 @@ class GatedDeltaMixer(MegatronModule):
         if self.rows is None:
             starts = None if packed_seq_params is None else packed_seq_params.layout.starts
             if starts is None:
+                # Full lengths: plans are about sequences over all context-parallel ranks.
                 whole = length * self.context.size
                 starts = tuple(range(0, whole * rows + 1, whole))
             convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context, rows)
@@ -166,6 +169,7 @@ class GatedDeltaMixer(MegatronModule):
             outputs = self._step(mixed, decay, step, self.rows)
         else:
             outputs = self._read_prompts(mixed, decay, step, length, self.rows)
+        # The recurrence runs in float32; the projection that follows has the model's dtype.
         outputs = outputs.to(projected.dtype)
         normed = self.out_norm(outputs, gate.reshape(outputs.shape))
         return self.out_proj(normed.reshape(length, rows, -1))
@@ -193,6 +197,7 @@ class GatedDeltaMixer(MegatronModule):
             by_position.flatten(0, 1), self.conv1d.weight.squeeze(1), starts, rows=prompts
         )
         outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts, rows=prompts)
+        # The last W - 1 inputs of the convolution, zeros in front of prompts shorter than that.
         tails = F.pad(by_position.transpose(0, 1), (0, 0, reach, 0))[:, length:]
         rows.store_states(self.layer_number, tails, states)
         return outputs
@@ -205,6 +210,7 @@ class GatedDeltaMixer(MegatronModule):
         seen = torch.cat((tails, mixed[:, None]), dim=1)
         convolved = (seen * self.conv1d.weight.squeeze(1).t()).sum(1)
         outputs, after = gated_delta_step(*self._heads(convolved), decay, step, states)
+        # In place: a recorded CUDA graph reads and writes the same memory in every step.
         tails.copy_(seen[:, 1:])
         states.copy_(after)
         return outputs
@@ -212,7 +218,7 @@ class GatedDeltaMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """All of it; what Megatron's modules do not describe themselves is cut by rows."""
+        """Return the sharded state; what Megatron's modules do not describe themselves is cut by rows."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(

@@ -49,6 +49,7 @@ class CoupledGroups(ParallelGroups):
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """See ``ParallelGroups``."""
         ParallelGroups.from_last_stage(self, values)
+        # After the pipeline: by then every stage of the first replica has its last stage's values.
         dist.broadcast(values, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return values
 
@@ -116,9 +117,11 @@ def generate(
     greedy: bool,
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
+    # Hooks that gather parameters wait for a training pass; decoding has none.
     backend.sync_parameters()
     graphs = graphs_on(backend.runtime.device)
 
+    # One cache for all batches of the call: recorded steps have its addresses.
     decoded = DecodedRows(graphs, backend.runtime.device)
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
@@ -197,6 +200,7 @@ class _CachedForward:
         output: torch.Tensor = stage(
             tokens, None, None, inference_context=self.context, runtime_gather_output=True
         )
+        # Without the columns that pad the vocabulary, which must never be sampled.
         return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
 
     def _is_last(self, chunk: int) -> bool:
@@ -258,6 +262,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
+        # Only what is there and differs: modules share a config, which is put back once.
         if hasattr(owner, name) and getattr(owner, name) != value:
             replaced.append((owner, name, value))
 
@@ -267,6 +272,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
         if isinstance(module, PortableAttention | GatedDeltaMixer):
             replace(module, "context", alone)
         if isinstance(module, RotaryEmbedding):
+            # With a group the embedding would cut its angles to this rank's chunks of the sequence.
             replace(module, "cp_group", None)
         config = getattr(module, "config", None)
         replace(config, "sequence_parallel", False)

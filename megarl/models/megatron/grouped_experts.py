@@ -36,12 +36,13 @@ class _FromLast(torch.nn.ModuleList):
     """A list of modules that are registered from the last to the first.
 
     Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights
-    of these modules lie there in the order of the experts, at equal distances, where one tensor can show all
+    of these modules are there in the order of the experts, at equal distances, where one tensor can show all
     of them.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         super().__init__(modules)
+        # Keys stay the numbers of the experts, so that names and checkpoints do not change.
         self._modules = dict(reversed(self._modules.items()))
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
@@ -72,7 +73,7 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the experts make of the tokens that came to this rank.
+        """Run the tokens that came to this rank through its experts.
 
         Args:
             permuted_local_hidden_states: [t, H], those of the first expert first.
@@ -104,6 +105,7 @@ def linears_of(experts: SequentialMLP) -> Linears:
 def can_group(linears: Linears) -> bool:
     """Return whether torch has a grouped product for several experts of these widths."""
     first, last = (of_layer[0].weight for of_layer in linears)
+    # An adapter's products have its rank as a width, which the kernel wants aligned as well.
     ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
     aligned = all(
         width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape, *ranks)
@@ -128,6 +130,7 @@ def grouped_mlp(
         [t, H] of the dtype of ``tokens``.
     """
     whole = _WholeMLP(config, linears, limits)
+    # Megatron's own forward, called on our module: activation and weighting by probs stay its.
     output, _ = MLP.forward(whole, tokens, probs)
     if whole.last.bias is not None:
         # as Megatron's expert: the bias is weighted as the rest of the result is
@@ -136,7 +139,7 @@ def grouped_mlp(
 
 
 class _WholeMLP(torch.nn.Module):
-    """All experts as the one MLP whose forward pass Megatron has: what lies between the products is
+    """All experts as the one MLP whose forward pass Megatron has: what is between the products is
     Megatron's own."""
 
     def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
@@ -157,6 +160,7 @@ class _GroupedLinear(torch.nn.Module):
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
         super().__init__()
+        # A plain list: registered here, the parameters would have a second name.
         self._weights = [linear.weight for linear in linears]
         # Transformer Engine's layers without a bias have an empty one
         self._biases = [linear.bias for linear in linears if linear.bias is not None and linear.bias.numel()]
@@ -170,14 +174,18 @@ class _GroupedLinear(torch.nn.Module):
         if self._adapters:
             product = product + self._adapters[0].added(tokens, self._adapters, self._product)
         if self._biases:
-            of_tokens: torch.Tensor = _OfTokens.apply(self._limits, tokens.shape[0], *self._biases)  # type: ignore[no-untyped-call]
+            of_tokens: torch.Tensor = _OfTokens.apply(  # type: ignore[no-untyped-call]
+                self._limits, tokens.shape[0], *self._biases
+            )
             if self._adds_bias:
                 return product + of_tokens, None
             self.bias = of_tokens
         return product, None
 
     def _product(self, tokens: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
-        product: torch.Tensor = _Product.apply(tokens, self._limits, *weights)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            tokens, self._limits, *weights
+        )
         return product
 
 
@@ -188,6 +196,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, limits: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         assert grouped_mm is not None
         tokens = _rows(tokens)
+        # The weights themselves and no stack of them: a stack may be a copy as large as all experts.
         ctx.save_for_backward(tokens, limits, *weights)
         return grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=limits)
 
@@ -232,7 +241,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they lie in
+    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they are in
     one piece of it at equal distances, as weights do in the buffers of Megatron's distributed optimizer,
     otherwise a copy."""
     shown = shared_view(tensors)
@@ -240,11 +249,12 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, a dimension more in front; None where they do not lie one after
+    """One tensor over the memory of several, a dimension more in front; None where they are not one after
     another at equal distances."""
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
+    # The buffer may pad between parameters, so any equal distance will do.
     even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
     if not even or any(
         tensor.data_ptr() != first.data_ptr() + index * step
@@ -253,6 +263,7 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for index, tensor in enumerate(tensors)
     ):
         return None
+    # Detached: autograd sees the parameters, which the function takes as arguments.
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
@@ -260,7 +271,7 @@ def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) ->
     """The gradient of each parameter, of gradients [E, ...] of all of them.
 
     Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its
-    hook at each parameter is told so: the same sums as its own.
+    hook at each parameter learns of it: the same sums as its own.
     """
     sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     if len(sums) == len(parameters):
@@ -268,5 +279,7 @@ def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) ->
         if whole is not None:
             whole.add_(gradients)
         for parameter in parameters:
+            # False has to be set as well: the mark of the last pass would make the hook drop this gradient.
             parameter.grad_added_to_main_grad = whole is not None
+    # Returned also where they were added: without a gradient autograd would not call the hook.
     return gradients.unbind(0)

@@ -43,6 +43,7 @@ def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]
         if local.startswith(_LAYERS):
             index, rest = local[len(_LAYERS) :].split(".", 1)
             layer = model.decoder.layers[int(index)]
+            # By the layer's own number: its index in a chunk says nothing of other stages and chunks.
             name = f"{_LAYERS}{layer.layer_number - 1}.{rest}"
         names[local] = shift_expert(name, first_expert) if is_expert(name) else name
     return names
@@ -62,6 +63,7 @@ def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterat
                 continue
             path, _, key = local.rpartition(".")
             module = chunk.get_submodule(path)
+            # The dictionary and not the tensor: offloads and new loads may put another tensor there.
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
@@ -97,6 +99,7 @@ def load_from_hf(
     for name, parameter in parameters_of(chunks, experts):
         of_experts = is_expert(name)
         copies = holders(of_experts=of_experts)
+        # After a failure the loop goes on without reading: the other ranks wait in the broadcasts below.
         if dist.get_rank(copies) == 0 and failure is None:
             cut = experts if of_experts else groups
             try:
@@ -116,6 +119,7 @@ def load_from_hf(
             # as bytes: nothing becomes another number on its way
             whole = parameter.detach().view(-1).view(torch.uint8)
             dist.broadcast(whole, src=dist.get_global_rank(copies, 0), group=copies)
+    # Over the world and not the copies: a stage that loaded well must not go on alone.
     failed = torch.tensor([int(failure is not None)], device=runtime().device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failure is not None:

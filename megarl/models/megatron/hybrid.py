@@ -44,8 +44,10 @@ class HalfLayer(TransformerLayer):
     """The mixer of tokens of a layer, or the MLP behind it, with the number of the layer."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
+        # HybridStack counts half layers from 1; two of them have one number.
         super().__init__(config, submodules, (layer_number + 1) // 2, **options)
         if isinstance(self.mlp, IdentityOp):
+            # A half without an MLP has nothing to recompute: Megatron-Core would checkpoint an identity.
             self.recompute_mlp = False
 
 
@@ -55,9 +57,10 @@ class Decoder(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor
-        as there."""
+        """Return the sharded state by local names; the tensors have GPTModel's names, with layers of one form
+        in one tensor as there."""
         config = self.config
+        # GPTModel's decoder decides by these, too, whether each layer has tensors of its own.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
         apart = (
             apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
@@ -100,8 +103,8 @@ class LayeredModel(HybridModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All of it, but for the output layer's extra state, which is empty, and in no checkpoint of
-        GPTModel."""
+        """Return the sharded state without the output layer's extra state, which is empty, and in no
+        checkpoint of GPTModel."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded
@@ -123,6 +126,7 @@ def hybrid_model(
         options: keyword arguments of GPTModel.
         ends: ``pre_process`` and ``post_process``, as GPTModel takes them.
     """
+    # A copy: other chunks of the stage are built from the same options.
     options = dict(options)
     # it has no arguments for it
     scaled, factor = options.pop("rope_scaling", False), options.pop("rope_scaling_factor", None)
@@ -180,6 +184,7 @@ def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> Hyb
         second = replace(
             parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
         )
+        # One spec a symbol suffices: layers of one kind are alike, whatever their number.
         specs[mixer] = ModuleSpec(module=HalfLayer, submodules=first)
         specs[mlp] = ModuleSpec(module=HalfLayer, submodules=second)
     return HybridStackSubmodules(**specs)

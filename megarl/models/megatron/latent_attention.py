@@ -43,6 +43,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # A hook, because the projection is called in the middle of a long method of Megatron-Core.
         self.linear_kv_down_proj.register_forward_hook(self._whole)
         self.rotary_pos_emb.positions = None
         self.rotary_pos_emb.register_forward_hook(_of_positions)
@@ -65,6 +66,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
                 *given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options
             )
         finally:
+            # Also after an error: all layers share this embedding.
             self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
         together."""
         combined, bias = output
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        # By its width: which of the two it is depends on the layer spec and the release.
         cut = combined.shape[-1] != width
         if cut:
             combined = gather_from_tensor_model_parallel_region(combined)
@@ -97,7 +100,9 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
             # Megatron-Core gathers the rotated part of this again, and adds up its gradients there
             return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        shared: torch.Tensor = _SummedGradients.apply(rotated, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        shared: torch.Tensor = _SummedGradients.apply(  # type: ignore[no-untyped-call]
+            rotated, self.pg_collection.tp
+        )
         return torch.cat([latent, shared], dim=-1), bias
 
 
@@ -115,7 +120,7 @@ def share_rotary_tables(model: torch.nn.Module) -> None:
     """Give all layers of latent attention the rotary embedding of the first one.
 
     Each has its own, which are equal and have no weights. Megatron-Core keeps the last 32 tables of angles of
-    all of them together, so that models of more layers made the table anew in each layer of each pass.
+    all of them together, so that models of more layers made the table again in each layer of each pass.
     """
     layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     for layer in layers[1:]:

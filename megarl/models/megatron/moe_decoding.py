@@ -73,6 +73,7 @@ class _Step:
             own: tuple[torch.Tensor, None] = self._passes_over_prompts(hidden, *arguments, **options)
             return own
         probs, went_to = self._layer.router(hidden)
+        # -1 and not 0: a chosen expert may have weight 0, and one tensor is broadcast for both.
         weights = probs.masked_fill(~went_to, -1)
         if self._may_differ:
             dist.broadcast(weights, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -82,15 +83,18 @@ class _Step:
             else self._grouped(hidden[0], weights, self._linears)
         )
         if dist.get_world_size(self._group) > 1:
+            # Each expert is on one rank, or cut over some: in both
+            # cases the sum over all ranks is the result.
             dist.all_reduce(output, group=self._group)
         shared = self._layer.shared_experts
         return output[None] if shared is None else output[None] + shared(hidden), None
 
     def _grouped(self, rows: torch.Tensor, weights: torch.Tensor, linears: Linears) -> torch.Tensor:
-        """What the experts of this rank add to rows [b, H], whose ``weights`` [b, E] are -1 for experts that
-        they do not go to."""
+        """Return what this rank's experts add to rows [b, H], whose ``weights`` [b, E] are -1 for experts
+        that they do not go to."""
         experts = self._layer.experts
         number, chosen = experts.num_local_experts, self._layer.router.topk
+        # A fixed number of experts for each row: what a CUDA graph records has fixed shapes.
         probs, names = weights.topk(chosen)
         first, *_, last = self._layer.local_expert_indices
         local = last - names.flatten() if self._backwards else names.flatten() - first
@@ -100,6 +104,7 @@ class _Step:
             local, torch.arange(number, device=local.device), right=True, out_int32=True
         )
         output = grouped_mlp(experts.config, linears, rows[order // chosen], limits, probs.flatten()[order])
+        # Results behind the last limit are undefined memory, which may hold NaN.
         output = output.masked_fill_((local == number)[:, None], 0)
         # back to the order of rows, and no sum whose order is left to the device
         return torch.empty_like(output).index_copy_(0, order, output).unflatten(0, (-1, chosen)).sum(1)

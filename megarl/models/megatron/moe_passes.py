@@ -4,7 +4,7 @@ are kept in step.
 Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts,
 so that they need the same number of micro-batches. The alltoall dispatcher says how many tokens come; the
 allgather dispatcher takes it for granted that all ranks bring the same number, and would mix up tokens, or
-wait for ever, if they did not.
+wait indefinitely, if they did not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
     """[b] int64: real tokens of each row; 0 for rows whose ``sample_mask`` is 0."""
     data = model_input.micro_batch.data
     lengths = data["input_lengths"].to(torch.int64)
+    # A dropped sample is computed with the others, but has no part in the balance of experts.
     return lengths.where(data["sample_mask"] != 0, 0) if "sample_mask" in data else lengths
 
 
@@ -62,7 +63,9 @@ def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertT
     """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over
     the data-parallel group."""
     lengths = [_counted_lengths(model_input) for model_input in inputs]
+    # In float64, which holds every count exactly; one collective for both numbers.
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
+    # Over data parallelism alone: context and pipeline ranks have the same rows, and would count them again.
     tokens, sequences = groups.sum_over_data(figures).tolist()
     return ExpertTokenCounts(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
 
@@ -113,6 +116,7 @@ class RecordedPasses:
         try:
             if self._settings.counts_ahead:
                 self._record.count_ahead(True)
+                # no_grad, and not evaluation mode: routers must choose as they do in the pass that trains.
                 with torch.no_grad():
                     forward_backward(self._chunks, inputs, _NoHead(), backward=False, sequences=sequences)
                 self._record.count_ahead(False)
@@ -165,6 +169,7 @@ def in_step(
     dist.all_gather_object(
         sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas
     )
+    # The same error on all replicas, since all have the same list; a mismatch would hang in a layer.
     if len({len(replica) for replica in sizes}) > 1:
         raise BatchError(
             f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} "
@@ -176,6 +181,7 @@ def in_step(
     if not equal_tokens or not any(uneven):
         return list(inputs)
     totals = [max(size.packed for size in one) for one in counterparts]
+    # A pipeline allocates by one shape, so the longest total holds for all micro-batches.
     if shapes.equal:
         totals, uneven = [max(totals)] * len(totals), [True] * len(totals)
     return [

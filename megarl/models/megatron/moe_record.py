@@ -12,7 +12,7 @@ are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437, e
   which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It has to be known
   before the first backward pass: a pass without gradients counts it.
 * ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2,
-  arXiv:2405.04434, section 2.2.3). A sequence lies in one micro-batch, so nothing has to be counted before;
+  arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so nothing has to be counted before;
   ranks that share sequences add their counts up.
 * z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE,
   arXiv:2202.08906, equation 5).
@@ -56,7 +56,7 @@ class BalanceSettings:
 
     @property
     def counts_ahead(self) -> bool:
-        """Whether a pass that only counts has to come before the first backward pass."""
+        """True where a pass that only counts has to come before the first backward pass."""
         return self.kind == "aux_loss" and self.coefficient > 0
 
 
@@ -98,8 +98,8 @@ class RoutingRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether routers have to report. Under activation checkpointing only the recomputation counts, which
-        alone has gradients."""
+        """True while routers have to report. Under activation checkpointing only the recomputation counts,
+        which alone has gradients."""
         return self._token_counts is not None and (self._counting or torch.is_grad_enabled())
 
     def open(self, token_counts: ExpertTokenCounts) -> None:
@@ -117,6 +117,7 @@ class RoutingRecord:
         collective over the world."""
         self._counting = counting
         if not counting:
+            # Over the world: a rank has counts of its own layers and tokens, and zeros for the rest.
             dist.all_reduce(self._load)
             self._shares = self._load / self._load.sum(1, keepdim=True).clamp(min=1)
         self._clear()
@@ -173,6 +174,7 @@ class RoutingRecord:
             return None
         if settings.kind == "aux_loss":
             assert self._shares is not None, "count_ahead() has to come before"
+            # Constants of the whole batch, so that the loss is linear in tokens and any cut of them adds up.
             shares = self._shares[layer].to(probabilities.dtype)
             return (probabilities.sum(0) * shares).sum() * (settings.experts / max(token_counts.tokens, 1))
         loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
@@ -197,6 +199,7 @@ class RoutingRecord:
             dist.all_reduce(load, group=self._shared)
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
+        # f / T of each sequence: assignments = T k, and the token sum below supplies the rest of P.
         weights = load[:rows] / (assignments * tokens)
         return (probabilities * weights[sequences.clamp(min=0)]).sum() * (
             experts / max(token_counts.sequences, 1)
@@ -224,6 +227,7 @@ class RoutingRecord:
             and the smallest load of an expert in any layer, where 1 is the mean load; ``moe_z_loss`` where it
             is trained.
         """
+        # One collective for all figures, and float64 as the counts are.
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)
         dist.all_reduce(figures)
         # Each rank counts its own layers and has zeros elsewhere: the sum over the world is that of the
@@ -231,6 +235,7 @@ class RoutingRecord:
         figures = figures[torch.tensor(self.settings.sparse_layers, device=figures.device)]
         experts = self.settings.experts
         load, mass, added, z = figures.split([experts, experts, 1, 1], dim=1)
+        # clamp: after a batch without real tokens all loads are 0.
         relative = load / load.mean(1, keepdim=True).clamp(min=1 / experts)
         share, probability = relative / experts, mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
         balance = added if self.settings.kind == "seq_aux_loss" else experts * (share * probability).sum(1)

@@ -46,14 +46,17 @@ def choose(
     Returns:
         [t, E] of the logits' dtype, 0 for experts that the token does not go to, differentiable; [t, E] bool.
     """
+    # At least float32: near ties of 16-bit scores would choose other experts than transformers does.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if routing.score == "softmax" else wide.sigmoid()
+    # The bias decides the choice alone; weights are the unbiased scores (DeepSeek-V3, section 2.1.2).
     ranks = scores.detach() if correction_bias is None else scores.detach() + correction_bias
     if routing.is_grouped:
         ranks = _of_best_groups(ranks, routing)
     experts = ranks.topk(chosen, dim=-1).indices
     weights = scores.gather(1, experts)
     if normalized:
+        # The same constant as transformers' router: sigmoids of very small logits may all be 0.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = (weights * routing.scaling_factor).to(logits.dtype)
     went_to = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -70,6 +73,7 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
         .indices
     )
     kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranks.device).scatter(1, best, True)
+    # Minus infinity and not 0: with a negative bias 0 could win over experts of the best groups.
     return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
@@ -157,6 +161,7 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
         layer.router.sequences = None
         dispatcher = layer.token_dispatcher
         for name, value in list(vars(dispatcher).items()):
+            # Only what has a graph: other attributes are the dispatcher's configuration and its buffers.
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, None)
 
@@ -172,6 +177,7 @@ def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
         layer.router.record = record
         layer.register_forward_pre_hook(_take_sequences, with_kwargs=True)
         if layer.moe_layer_recompute:
+            # Megatron's own recomputation would run the router with whatever sequences came last.
             layer.moe_layer_recompute = False
             layer.forward = functools.partial(_recomputed, layer, layer.forward)
 
@@ -194,4 +200,5 @@ def _take_sequences(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sequences = kwargs.get("padding_mask")
     layer.router.sequences = None if sequences is None else sequences.transpose(0, 1)
+    # None for Megatron, which would take the numbers for a boolean mask; the router has them by now.
     return args, {**kwargs, "padding_mask": None}

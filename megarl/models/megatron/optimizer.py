@@ -52,10 +52,13 @@ def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
         yield
         return
     with patched(
+        # Else it would build the fused Adam that its import found, with arguments that ours does not take.
         *([(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True)] if stored else []),
         (torch.optim, "AdamW", ShardedAdamW if stored else GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        # As Transformer Engine's it saves the step of a group; as torch's it would look for a step in each
+        # state.
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
     ):
         yield
@@ -72,6 +75,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
     if not dist.is_initialized():
         return
     found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    # Everything is gathered before anyone raises: all ranks have to fail with the same message.
     dist.all_gather_object(found, (_kind_found(), socket.gethostname()))
     if len({kind for kind, _ in found}) == 1:
         return
@@ -121,6 +125,7 @@ def build_optimizer(
         # Megatron-Core's way for optimizers that keep copies of weights themselves and read gradients where
         # data parallelism has them; its option asks for Transformer Engine's
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    # Gloo groups serve Megatron-Core's own gathering of optimizer state alone, which state_stream replaces.
     options: dict[str, Any] = {"use_gloo_process_groups": False}
     # Where it exists, Megatron-Core's own default for it is marked as temporary: it is asked for by name.
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
@@ -192,10 +197,12 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
         )
         for parameter, (group, order) in inner.model_param_group_index_map.items()
     }
+    # The rounding of a state hashes name and position, so that it does not depend on the layout.
     adam.settings, adam.place_of = settings, places.__getitem__
     adam.host_zeros = HostMemory(pin=runtime().is_cuda).zeros_like
     adam.place_states()
     inner.init_state_fn = _initialize_states
+    # reload_model_params() ends there. Master weights are the Adam's own here, so it has to do the copying.
     inner._copy_model_params_to_main_params = lambda state_dict=None: adam.copy_weights()
 
 
@@ -246,6 +253,7 @@ def _norm_of_all(
     if not _are_float32(tensors[0]):  # Megatron-Core's would round each norm to the type of its tensor
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+    # Norm of norms, as Megatron-Core's: a sum of squares over all elements would round in another order.
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
 
 
@@ -255,6 +263,7 @@ def _scale_all(
     """Tensors times a number, in place where source and target are one, to the bit as
     ``local_multi_tensor_scale``, which makes copies."""
     source, target = tensors
+    # In place and in float32 this is the same to the bit; all else is left to Megatron-Core's copies.
     if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
         torch._foreach_mul_(target, scale)
     else:
@@ -277,6 +286,7 @@ def _over_all() -> list[tuple[Any, str, Any]]:
     return [
         (clip_grads, name, ours)
         for name, (own, ours) in _OVER_ALL.items()
+        # With Transformer Engine or Apex these are fused kernels, which stay.
         if getattr(clip_grads, name) is own
     ]
 
@@ -289,10 +299,12 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     ``step_with_ready_grads`` are wrapped for the time of the call.
     """
     norms: list[float] = []
+    # Asked before the step, which lowers the scale.
     overflow_is_mended = _scale_can_fall(optimizer)
     norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
     def get_grad_norm() -> float:
+        # float() waits for the device. Whether to step has to be known on the host anyway.
         norms.append(float(norm_of()))
         return norms[-1]
 
@@ -310,6 +322,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
+            # The Adam multiplies while it reads: scaling 16-bit gradients in place would round them once
+            # more.
             adam.gradient_factor = min(1.0, max_norm / (total_norm + _CLIPPED))
 
     with patched(
@@ -317,6 +331,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     ):
         stepped, _, _ = optimizer.step()
     for adam in adams:
+        # After a refused step too: gradients that were copied ahead belong to this batch alone.
         adam.forget_early()
     # before any norm: float16's scaler has found an infinity
     return StepOutcome(
@@ -336,5 +351,6 @@ def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
     groups = optimizer.param_groups
     return {
         "lr": float(groups[0]["lr"]) if groups else 0.0,
+        # Norms and biases are groups with weight decay 0; the largest is the one that the schedule sets.
         "wd": max((float(group["weight_decay"]) for group in groups), default=0.0),
     }

@@ -36,9 +36,8 @@ class ParallelSizes:
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
     """The process groups that share experts. Megatron lays expert groups over the ranks of a pipeline stage
-    anew: ranks that are tensor,
-    context or data parallel for the rest of the model may be expert or expert-tensor parallel for its
-    experts.
+    a second time: ranks that are tensor, context or data parallel for the rest of the model may be expert or
+    expert-tensor parallel for its experts.
 
     Attributes:
         model: ranks that the experts are divided over.
@@ -92,6 +91,7 @@ def expert_groups(groups: ParallelGroups) -> ExpertGroups:
     coupled = math.lcm(dist.get_world_size(model) * dist.get_world_size(tensor), replica) // replica
     replicas = None
     if coupled > 1:
+        # Every rank names all subgroups, also those it is not in: creating groups is a collective.
         firsts = range(0, dist.get_world_size(), coupled * replica)
         members = [
             list(range(first + place, first + coupled * replica, replica))
@@ -110,6 +110,7 @@ def initialize(
 
     A previous set of groups (another layout in the same process) is destroyed first.
     """
+    # Tests and megarl parity build one layout after another in the same processes.
     if parallel_state.is_initialized():
         destroy()
     parallel_state.initialize_model_parallel(
@@ -121,6 +122,7 @@ def initialize(
         expert_tensor_parallel_size=sizes.expert_tensor,
         # The order of NamedSharding and of the driver's batches, which are cut by data-parallel rank.
         order="tp-cp-ep-dp-pp",
+        # Megatron-Core counts whole minutes, and a shorter timeout must not become 0.
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         # Only Megatron-Core's own gathering of optimizer state wants them, which state_stream replaces.
         create_gloo_process_groups=False,

@@ -68,7 +68,9 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward, each made one operation, of rows of tokens one after another: compiled once for
     all numbers of tokens. Of three dimensions the compiler would keep how the strides of two of them relate,
     which differs with every number of sequences."""
-    return tuple(torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients))  # type: ignore[return-value]
+    return tuple(  # type: ignore[return-value]
+        torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients)
+    )
 
 
 class SumAndNorm(torch.autograd.Function):
@@ -79,6 +81,7 @@ class SumAndNorm(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
+        # The sum and one number a token; the norm itself is computed again, which saves an activation.
         ctx.save_for_backward(total, scale, weight)
         # Megatron-Core's layers put another tensor in the place of a view, of which the norm would not be
         # there
@@ -88,6 +91,7 @@ class SumAndNorm(torch.autograd.Function):
     def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
         of_sum, of_weight = _compiled()[1](_rows(of_total), _rows(of_norm), *ctx.saved_tensors)
         of_sum = of_sum.view(of_total.shape)
+        # A sum hands the same gradient to both of its terms.
         return of_sum, of_sum, of_weight, None
 
 
@@ -120,6 +124,8 @@ class JoinedAdd:
         probability: float,
     ) -> torch.Tensor:
         tokens, bias = tokens_and_bias
+        # What the compiled function does not compute: Megatron-Core's own
+        # serves it, and the norm makes its own.
         if bias is not None or (training and probability > 0.0) or residual.dtype != tokens.dtype:
             return otherwise(tokens_and_bias, residual, probability)
         # the layers add with gradients also where none are wanted, and the norm's weight would ask for one
@@ -134,8 +140,8 @@ class JoinedAdd:
 
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
-    """Whether norms are made with the sums before them: where functions are compiled, without Transformer
-    Engine (``fused``), unless norms are computed anew in the backward pass or are zero-centred."""
+    """Return whether norms are made with the sums before them: where functions are compiled, without
+    Transformer Engine (``fused``), unless norms are recomputed in the backward pass or are zero-centred."""
     if config.layernorm_zero_centered_gamma:
         return False
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
@@ -151,6 +157,8 @@ def join_norms(chunks: Sequence[LanguageModule]) -> None:
             if not isinstance(norm, IdentityOp)
         ]
         last = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
+        # The sum of a layer's attention is followed by the norm
+        # before its MLP, that of the MLP by the next layer's.
         following = [norm for _, _, norm in sums[1:]] + ([] if last is None else [last])
         for (layer, name, _), norm in zip(sums, following, strict=False):
             setattr(layer, name, JoinedAdd(norm))

@@ -56,6 +56,7 @@ def rotation(
         dtype: of what is rotated.
         factor: of cosines and sines (the concentration of yarn).
     """
+    # Cosines of half the table: both halves of a head turn by the same angles.
     half = angles[..., : angles.shape[-1] // 2]
     if positions is not None:
         half = half[:, 0][positions if positions.ndim == 2 else positions[:, None]]
@@ -68,7 +69,9 @@ def rotation(
 
 def rotate(tensor: torch.Tensor, by: Rotation) -> torch.Tensor:
     """[t, b, heads, width] rotated; what is wider than the angles stays as it is there. Differentiable."""
-    rotated: torch.Tensor = _Rotate.apply(tensor, by.cosines, by.signed_sines)  # type: ignore[no-untyped-call]
+    rotated: torch.Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
+        tensor, by.cosines, by.signed_sines
+    )
     return rotated
 
 
@@ -77,6 +80,7 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor
     ) -> torch.Tensor:
+        # The table alone, which all layers share: the rotated tensor is not needed to turn a gradient back.
         ctx.save_for_backward(cosines, signed_sines)
         return _rotate_by(tensor, cosines, signed_sines, back=False)
 
@@ -102,6 +106,7 @@ def rotated_by(
     turned, others = tensor[..., :width], tensor[..., width:]
     swapped = torch.cat((turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
     join = torch.sub if back else torch.add
+    # In place: swapped is a fresh copy, and nobody else sees it.
     rotated = join(turned * cosines, swapped.mul_(signed_sines))
     return torch.cat((rotated, others), dim=-1) if others.shape[-1] else rotated
 
@@ -129,6 +134,7 @@ if triton is not None:
         rest_block: tl.constexpr,
     ):
         """Some heads of one token a program."""
+        # int64: tokens times the width of all heads exceeds 2**31 in long packed rows.
         token = (tl.program_id(0) // rows).to(tl.int64)
         row = (tl.program_id(0) % rows).to(tl.int64)
         head = tl.program_id(1) * head_block + tl.arange(0, head_block)
@@ -163,8 +169,9 @@ if triton is not None:
 def by_kernel(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    """What ``rotated_by`` gives, in one kernel that rounds once."""
+    """Rotate as ``rotated_by`` does, in one kernel that rounds once."""
     tokens, rows, heads, width = tensor.shape
+    # Query and key are views into one projection, so only the last dimension has to be contiguous.
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     half = cosines.shape[-1] // 2
     rotated = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -174,6 +181,7 @@ def by_kernel(
     rest = width - 2 * half
     _kernel[(tokens * rows, triton.cdiv(heads, head_block))](
         *(tensor, rotated, cosines, signed_sines, rows, heads, half, width, *tensor.stride()[:3]),
+        # Stride 0 broadcasts one row of the table to all rows.
         *(cosines.stride(0), cosines.stride(1) if cosines.shape[1] > 1 else 0),
         back=back,
         head_block=head_block,

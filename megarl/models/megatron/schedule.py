@@ -83,6 +83,7 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
         qkv_format="thd",
         cu_seqlens_q=limits,
         cu_seqlens_kv=limits,
+        # Limits include the padding of each sequence, so that the padded and the real ones are the same here.
         cu_seqlens_q_padded=limits,
         cu_seqlens_kv_padded=limits,
         max_seqlen_q=model_input.longest,
@@ -108,9 +109,13 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
             return plain(hidden, weight=weight, **options)
         group, low_rank = layer.tp_group, None
         if adapter is not None and adapter.switch.is_on:
+            # The adapter joins before the softmax, for the chosen rows alone; A is small, so it sees all
+            # positions.
             low_rank = request.rows(adapter.inner(hidden), sequence_first=True), adapter.up()
         if request.chunk_size is None:
             whole = (
+                # False: the layer, called without sequence parallelism, sums the gradient itself; True would
+                # do it twice.
                 gather_from_sequence_parallel_region(hidden, False, group)
                 if layer.sequence_parallel
                 else hidden
@@ -119,11 +124,16 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
                 _whole_sequences(layer),
                 contextlib.nullcontext() if adapter is None else adapter.switch.off(),
             ):
+                # Megatron's layer wants [s, b, h]: the chosen rows become a sequence of batch size 1.
                 output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
             return output if low_rank is None else output + F.linear(*low_rank)[:, None], None
         if layer.sequence_parallel:
+            # True: the backward pass reduce-scatters, which sums the gradients of all ranks' vocabulary
+            # columns.
             whole = gather_from_sequence_parallel_region(hidden, True, group)
         else:
+            # Identity forward, all-reduce backward: each rank multiplies by its own columns of the
+            # vocabulary.
             whole = copy_to_tensor_model_parallel_region(hidden, group)
         answer = request.output(
             request.rows(whole, sequence_first=True),
@@ -155,6 +165,7 @@ def _forward_step(
     model_input = item.model_input
     with plain_torch():
         packed, sequences = _packed(model_input), item.sequences_for(model)
+        # The one argument of Megatron's layers that reaches routers per token: see moe_router.connect.
         options = {} if sequences is None else {"padding_mask": sequences}
         request = head.asks(model_input)
         with asking(request):
@@ -183,6 +194,7 @@ def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Wor
     accepts."""
     stages = config.pipeline_model_parallel_size
     # The interleaved schedule refuses fewer micro-batches than stages, and a last group with fewer.
+    # A copy of the last micro-batch: fillers must have a shape that the pipeline can send.
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages
     config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
@@ -216,6 +228,8 @@ def forward_backward(
     with cuda_literals():
         results = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, head=head),
+            # One iterator for each chunk: the interleaved schedule takes every micro-batch once for every
+            # chunk.
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
             model=list(chunks),
             num_microbatches=len(work),

@@ -31,14 +31,14 @@ INITIAL_LOSS_SCALE = 2.0**16
 
 
 def compiles() -> bool:
-    """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and
-    not the same to the bit."""
+    """Return whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be
+    slower, and not the same to the bit."""
     return runtime().is_cuda
 
 
 def _groups_experts(megatron: MegatronConfig) -> bool:
-    """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same
-    to the bit."""
+    """Return whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is
+    the same to the bit."""
     chosen = megatron["moe_grouped_gemm"]
     return runtime().is_cuda if chosen is None else bool(chosen)
 
@@ -66,14 +66,15 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-        # freeing what is still being sent is safe in a CUDA stream only; gloo would send whatever comes to
-        # lie there
+        # Freeing what is still being sent is safe in a CUDA stream
+        # only: gloo would send what is written there next.
         interleaved["deallocate_pipeline_outputs"] = runtime().is_cuda
     else:
         interleaved = {"deallocate_pipeline_outputs": True}
     settings = megatron_settings(architecture)
     config = (MLATransformerConfig if architecture.latent_attention is not None else TransformerConfig)(
         **settings.transformer,
+        # Only gpt-oss limits its gates, and its activation is x sigmoid(1.702 x), Megatron's quick_gelu.
         activation_func=F.silu if architecture.gate_limit is None else quick_gelu,
         tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
         pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
@@ -119,6 +120,7 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
             else {}
         ),
     )
+    # Set afterwards: the dataclass lacks some of these, and its constructor refuses the value of others.
     for name, value in (settings.attributes | {"grouped_experts": _groups_experts(megatron)}).items():
         setattr(config, name, value)
     if architecture.latent_attention is not None and not fused:
@@ -138,6 +140,7 @@ def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
             "recompute_granularity": "selective",
             "recompute_modules": list(megatron["recompute_modules"]),
         }
+    # One layer at a time takes the least memory; hybrid_model makes it two, of half layers.
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -158,7 +161,7 @@ def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[st
 
 
 def _permutes_fused(megatron: MegatronConfig) -> bool:
-    """Whether tokens are sorted by their experts in kernels of Transformer Engine, whoever makes the layers.
+    """Return whether kernels of Transformer Engine sort tokens by their experts, whoever makes the layers.
 
     Raises:
         ConfigError: it is asked for, and this process cannot use Transformer Engine.
@@ -220,7 +223,10 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
         use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"]
         if megatron.get("optimizer")
         else False,
+        # Losses are normalised over the global batch before the pass, so a mean over ranks would divide
+        # twice.
         average_in_collective=False,
+        # megarl itself looks at loss and norm, and can skip the batch; Megatron-Core would end the run.
         check_for_nan_in_grad=False,
         bucket_size=chosen["bucket_size"],
     )
@@ -245,6 +251,7 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
         sgd_momentum=chosen["sgd_momentum"],
         use_distributed_optimizer=chosen["use_distributed_optimizer"],
         overlap_param_gather=overlap,
+        # With 0 a single optimizer of Megatron-Core skips the norm, which is logged and may refuse a step.
         clip_grad=chosen["clip_grad"] or NO_CLIPPING,
         initial_loss_scale=INITIAL_LOSS_SCALE,
     )

@@ -93,6 +93,7 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         state: is changed.
         stream: of the outlines in ``state``.
     """
+    # Factories make tensors out of tensors (gate and up of an MLP); those are what is dealt and written.
     apply_factories(state)
     outlined, rest = extract_matching_values(
         state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
@@ -115,7 +116,7 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
 
 def _groups_of_holders() -> list[dist.ProcessGroup]:
     """The groups of this rank over which tensors are dealt, one after the other: those that share the experts
-    lie within the others, but where an expert is cut over fewer ranks than the other layers."""
+    are within the others, but where an expert is cut over fewer ranks than the other layers."""
     most, experts = holders(of_experts=False), holders(of_experts=True)
     within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
     return [most] if within else [most, experts]
@@ -142,8 +143,10 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         self._stream, self._finishing, self._buffer = stream, finishing, buffer
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
+        # Wrapped before the request is made, which takes the bound method.
         writer.finish = self._finishing(writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, *arguments)
+        # No preload: it would copy all of a rank's tensors to the host before the first is written.
         return request._replace(
             async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None
         )
@@ -157,6 +160,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
                 if self._buffer
                 else self._written(writer, path, name, plain, tensors)
             )
+            # The form that Megatron-Core's finalizer takes: results by writer, of which each rank has one.
             results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
@@ -164,10 +168,12 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _written(
         self, writer: FileSystemWriterAsync, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Where each piece of the file lies, or what failed."""
+        """Write the file; return where each piece of it is stored, or what failed."""
         answer: queue.Queue[Any] = queue.Queue()
+        # Queues in the place of those between processes: the function is called here, in this thread.
         counter: queue.Queue[int] = queue.Queue()
         counter.put(0)
+        # An argument of newer releases.
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         bucket = (path, name, (plain, self._stream.values(tensors)))
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
@@ -177,7 +183,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _staged(
         self, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Where each piece of a file that is staged will lie, or what failed."""
+        """Stage the file; return where each piece of it will be stored, or what failed."""
         assert self._buffer is not None
         try:
             return staged_results(
@@ -213,12 +219,13 @@ class _FirstRank:
             try:
                 function(*arguments, **options)
             except Exception as error:
+                # The first error: those that follow are mostly its consequences.
                 self._failure = self._failure or error
 
         return kept
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """Those of Megatron-Core's functions that write so, for ``patched``."""
+        """Return Megatron-Core's functions that write on rank 0 alone, wrapped, for ``patched``."""
         found: list[tuple[Any, str]] = [(serialization, "save_config")]
         # later versions write what all ranks share with the tensors
         if hasattr(common, "TorchCommonSaveStrategy"):

@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with the engine's own beside it.
+    """Megatron's description of packed sequences, with the engine's own next to it.
 
     Attributes:
-        layout: how they lie.
+        layout: of the sequences.
         positions: [t] int64, of each token of this context-parallel rank its position in its own sequence.
     """
 
@@ -152,6 +152,7 @@ class PortableAttention(MegatronModule):
     def _mixed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout
     ) -> torch.Tensor:
+        # A step has a mask of its cache; reading prompts has row lengths instead; training has neither.
         mask = None if self.rows is None else self.rows.mask(self.window, query.dtype)
         if mask is not None:
             return cached_attention(
@@ -173,6 +174,7 @@ class PortableAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """The sinks; nothing where there are none."""
+        # Megatron-Core's default would save the sinks as equal copies of all tensor-parallel ranks.
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -187,6 +189,7 @@ def portable_core(attention: Any) -> PortableAttention:
     config = attention.config
     portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
     if portable.softmax_offset is not None:
+        # The same parameter and not a copy: the optimizer goes on changing it.
         portable.softmax_offset = core.softmax_offset
     return portable
 
@@ -330,6 +333,8 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | 
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk, pp_rank=stage))
+    # Without a layout Megatron-Core divides the layers itself; its own functions say how, uneven ends
+    # included.
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)))
 
@@ -367,5 +372,7 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
                 with_our_router(layer.submodules.mlp)
         return block
     logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"not taken, see {KEY}")
+    # A spec for each layer and not one for all: dense and sparse layers, attention and gated delta nets may
+    # alternate.
     layers = [_portable_layer(config, kind) for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

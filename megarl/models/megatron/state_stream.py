@@ -39,7 +39,9 @@ from megarl.models.megatron.adam import ShardedAdamW
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
 """What a rank reads at once, so the host memory that a load takes."""
+# Bytes of an element: outlines are float32, whatever the states are stored in.
 _ITEM = 4
+# Elements that all states of a rank together never reach; four bytes each stay below 2**63.
 _ADDRESSES = 2**56
 
 
@@ -61,6 +63,8 @@ class _Source:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
         self._own = [self._kept_of(index) for index in range(len(optimizer.gbuf_ranges))]
+        # States in other formats than float32 that are read in
+        # several pieces, with the count that is missing.
         self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
@@ -115,6 +119,7 @@ class _Source:
         adam, shard = self._optimizer.optimizer, self._shard_of(parameter)
         if isinstance(adam, ShardedAdamW):
             return adam.read_state(shard, state)
+        # A view of the state itself, so that fill reads a checkpoint straight into it.
         return (shard if state == "param" else adam.state[shard][state]).detach().view(-1)
 
     def _store(self, parameter: torch.nn.Parameter, state: str, values: torch.Tensor, read: int) -> None:
@@ -171,10 +176,11 @@ class StateStream:
         self._size = 0
 
     def outlines(self, optimizer: DistributedOptimizer) -> dict[Any, Any]:
-        """What ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each buffer
-        and dtype, each state as one float32 tensor of the meta device."""
+        """Return what ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each
+        buffer and dtype, each state as one float32 tensor of the meta device."""
         source = _Source(optimizer)
         self._sources.append(source)
+        # Megatron-Core's mark of buffers whose buckets are one tensor, padding included.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for buffer, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
@@ -190,8 +196,8 @@ class StateStream:
         return self._addresses[first : self._size]
 
     def pieces(self, outline: ShardedTensor) -> Iterator[ShardedTensor]:
-        """What this rank keeps of a tensor and writes: boxes of it, without memory. Of a tensor that other
-        data-parallel groups have as well, the group of the main replica writes.
+        """Yield what this rank keeps of a tensor and writes: boxes of it, without memory. Of a tensor that
+        other data-parallel groups have as well, the group of the main replica writes.
 
         Raises:
             CheckpointError: an outline is that of no state.
@@ -214,6 +220,8 @@ class StateStream:
                     data=self._addresses[address : address + count].view(shape),
                     local_shape=shape,
                     global_offset=tuple(map(operator.add, outline.global_offset, start)),
+                    # The layer axis becomes an ordinary one of length 1:
+                    # pieces have all dimensions of the whole tensor.
                     prepend_axis_num=0,
                     axis_fragmentations=None,  # the pieces of a tensor are no grid
                     replica_id=0,
@@ -221,8 +229,8 @@ class StateStream:
                 address += count
 
     def values(self, tensors: Sequence[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """What is to be written, with its values on the host: one tensor at a time. One that had no memory
-        loses it again when the next one is asked for.
+        """Yield what is to be written, with its values on the host: one tensor at a time. One that had no
+        memory loses it again when the next one is asked for.
 
         Raises:
             CheckpointError: an outline is that of no state.
@@ -277,8 +285,8 @@ class StateStream:
 
 
 def _is_of_main_group(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica is the main one but for its place in its data-parallel group, which Megatron-Core has
-    last."""
+    """Return whether a replica is the main one but for its rank in its data-parallel group, which
+    Megatron-Core has last."""
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
@@ -302,6 +310,7 @@ def _read(
     origin = outline.global_offset[outline.prepend_axis_num :]
     for box in boxes(outline.local_shape, first - begin, last - begin):
         count = math.prod(shape_of(box))
+        # Boxes come in row-major order, so their elements follow one another in the flat values.
         target, values = values[:count], values[count:]
         wanted = (
             *leading,
@@ -309,6 +318,7 @@ def _read(
         )
         there = intersection(wanted, whole(stored))
         if there != wanted:
+            # Padding of a vocabulary that this layout has and the writer's had not.
             target.zero_()
         if there is not None:
             inside = relative(there, [start for start, _ in wanted])
@@ -340,6 +350,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     if len(shape) < 2:
         yield ((start, stop),) * len(shape)
         return
+    # At most three kinds of boxes a dimension: the rest of a row, whole rows, the beginning of a row.
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the rows that are in it as a whole
     if first > last:  # inside one row
@@ -370,8 +381,9 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any
     ) -> dict[str, Any]:
-        """As Megatron-Core's; tensors of the meta device stay such, and what is read into ``held`` memory
-        becomes such."""
+        """Load as Megatron-Core does; tensors of the meta device stay such, and what is read into ``held``
+        memory becomes such."""
+        # Megatron-Core would allocate host memory for an outline and read all of it on every rank.
         outlined, plain = extract_matching_values(
             sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
         )
@@ -382,6 +394,7 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
         return loaded
 
     def _without_memory(self, value: Any) -> Any:
+        # Compared by storage: DCP reads into the tensors it was given, and so into the model itself.
         there = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._held
         return torch.empty_like(value, device="meta") if there else value
 

@@ -49,11 +49,13 @@ def find() -> Finding:
     """Import Transformer Engine, or hide it from this process where it cannot be used."""
     if importlib.util.find_spec(PACKAGE) is None:
         return Finding("it is not installed")
+    # Hidden on a CPU although it may be installed: its layers have CUDA kernels alone.
     if not will_use_cuda():
         _hide()
         return Finding("this process computes on a CPU")
     try:
         importlib.import_module(f"{PACKAGE}.pytorch")
+    # Any error: a mismatched library raises OSError or RuntimeError, not only ImportError.
     except Exception as error:
         _hide()
         return Finding(_told("it cannot be imported", error), is_fault=True)
@@ -75,8 +77,8 @@ def _told(what: str, error: Exception) -> str:
 
 @cache
 def try_it() -> Finding:
-    """As ``find``, and where it was imported, one small layer runs forward and backward on the device of this
-    process.
+    """Find Transformer Engine, and where it was imported, run one small layer forward and backward on the
+    device of this process.
 
     Libraries that load may still not fit the device or its driver. No random number of this process is used
     up.
@@ -91,6 +93,7 @@ def try_it() -> Finding:
                 _WIDTH, _WIDTH, params_dtype=torch.bfloat16, device=str(device)
             )
             layer(torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)).sum().backward()
+        # A kernel's failure shows when the device is waited for, not at its launch.
         runtime().synchronize()
     except Exception as error:
         return Finding(_told("a small layer of it fails on this device", error), is_fault=True)
@@ -98,8 +101,8 @@ def try_it() -> Finding:
 
 
 def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks with
-    other layers than their neighbours wait for sums that those do not make. A collective over the world,
+    """Return whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks
+    with other layers than their neighbours wait for sums that those do not make. A collective over the world,
     where there is one, unless the configuration says no.
 
     Args:
@@ -112,6 +115,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False or (wanted == AUTO and prefers_portable_layers(policy, has_experts=has_experts)):
         return False
+    # The configuration is the same on all ranks, so that all come to this collective, or none.
     finding = try_it()
     on_all, on_any = _agreed(finding.reason is None)
     if on_all:
@@ -132,7 +136,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Return whether a model trains faster without Transformer Engine, as far as that was measured: dense in
     bfloat16, at 0.61 of the rate of matrix products against 0.57 (1.5 billion parameters on an H200,
-    ``benchmarks/results/gpu``). Nothing else was measured. Adapters stand beside the portable layers
+    ``benchmarks/results/gpu``). Nothing else was measured. Adapters exist for the portable layers
     alone."""
     if adapters_of(policy) is not None:
         return True
@@ -140,9 +144,10 @@ def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
 
 
 def _agreed(works: bool) -> tuple[bool, bool]:
-    """Whether it works on all ranks, and whether on any of them."""
+    """Return whether it works on all ranks, and whether on any of them. A collective over the world."""
     if not dist.is_initialized():
         return works, works
+    # One MIN answers both: of the negated values the minimum is minus the maximum.
     least = torch.tensor([int(works), -int(works)], device=runtime().device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     on_all, on_any = least.tolist()

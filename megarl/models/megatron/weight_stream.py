@@ -54,7 +54,7 @@ def assembly_of(
     slices: Slices = MappingProxyType({}),
     begins: Sequence[Mapping[int, int]] | None = None,
 ) -> UnshardPlan:
-    """The Hugging Face tensors of parameters, or slices of them, out of shards that lie in one flat tensor.
+    """The Hugging Face tensors of parameters, or slices of them, out of shards in one flat tensor.
 
     Args:
         rules: of the parameters.
@@ -83,6 +83,7 @@ def _tensors(
     begins: Sequence[Mapping[int, int]],
 ) -> Iterator[FullTensor]:
     for rule, shape, there in zip(rules, shapes, begins, strict=True):
+        # A tied output layer repeats the embedding, which has emitted the weight already.
         if not rule.emits:
             continue
         layouts = _layouts(rule, tuple(shape), ranks, architecture)
@@ -101,13 +102,13 @@ def _tensors(
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
-    """Whether every rank has, in its own shard of a parameter, all that the engine's rank beside it reads of
-    it.
+    """Return whether every rank has, in its own shard of a parameter, all that the engine's rank on the same
+    device reads of it.
 
     Args:
         rule: of the parameter.
         layouts: of the shards, by rank.
-        wanted: by rank, what the engine's rank beside it reads.
+        wanted: by rank, what the engine's rank on its device reads.
     """
     parts = enumerate(rule.parts) if rule.emits else ()
     return all(
@@ -118,15 +119,15 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
 
 
 def _is_read(rule: Rule, slices: Slices) -> bool:
-    """Whether a rank of an engine reads anything of a parameter."""
+    """Return whether a rank of an engine reads anything of a parameter."""
     return any(part.name not in slices or slices[part.name].length > 0 for part in rule.parts)
 
 
 class Reach(enum.IntEnum):
-    """How far the shards of a parameter travel within a pipeline stage."""
+    """Distance that the shards of a parameter travel within a pipeline stage."""
 
     OWN = 0
-    """Nowhere: each rank has what is read beside it."""
+    """Nowhere: each rank has what is read on its device."""
     TENSOR = 1
     """To the ranks that it is cut over."""
     ALL = 2
@@ -134,7 +135,7 @@ class Reach(enum.IntEnum):
 
 
 class Beside(NamedTuple):
-    """Which shards a rank has, and which rank of an engine reads beside it; -1 for none."""
+    """The shards that a rank has, and the rank of an engine that reads on its device; -1 for none."""
 
     tensor: int
     expert_tensor: int
@@ -149,7 +150,7 @@ def reach_of(
     wanted: Sequence[Slices],
     everybody: Collection[Beside],
 ) -> Reach:
-    """How far the shards of a parameter travel where each rank is to have what is read beside it.
+    """Return how far the shards of a parameter travel so that each rank has what is read on its device.
 
     Args:
         rule: of the parameter.
@@ -159,6 +160,7 @@ def reach_of(
         everybody: all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
+    # First the far way: a rank that lacks the expert needs it, however the expert itself is cut.
     if of_expert and any(_is_read(rule, wanted[one.engine]) for one in everybody if one.owner != owner):
         return Reach.ALL
     having = [one for one in everybody if not of_expert or one.owner == owner]
@@ -168,8 +170,9 @@ def reach_of(
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
-    """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
+    """Return whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
     overlap."""
+    # An engine with expert parallelism reads nothing of other ranks' experts.
     if where is not None and not where.length:
         return True
     start, stop = (
@@ -203,7 +206,7 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
 def _copies(
     layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None
 ) -> Iterator[Copy]:
-    """Return what of part ``number``, of shape ``whole``, or of a slice of it lies in one shard that begins
+    """Return what of part ``number``, of shape ``whole``, or of a slice of it is in one shard that begins
     at ``begin``.
 
     Shard and slice are seen as matrices, whose columns are all dimensions but the first.
@@ -224,12 +227,13 @@ def _copies(
                 range(max(one.start, other.start), min(one.stop, other.stop))
                 for one, other in zip(here, wanted, strict=True)
             ]
-            # the spans before it lie before it
+            # the spans before it are stored before it
             first = [common.start - own.start for common, own in zip(both, here, strict=True)]
             first[layout.axis] += position
             source = begin + first[0] * width + first[1]
             target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
             rows, columns = map(len, both)
+            # Whole rows on both sides are one run of memory: one plain copy in place of a strided one.
             if rows * columns and columns == width == len(wanted[1]):
                 yield Copy.run_of(rows * columns, source, target)
             elif rows * columns:
@@ -239,7 +243,7 @@ def _copies(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a
+    """Location of one parameter: its pipeline stage, its expert-parallel rank (0 where all have it), and a
     rank's shard of it."""
 
     rule: Rule
@@ -266,7 +270,7 @@ _Unit = tuple[_Entry, ...]
 class _Bucket:
     """Neighbouring parameters of one pipeline stage and dtype whose shards travel equally far.
 
-    Shards lie in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
+    Shards are in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
     rank that has them, or of this rank alone.
 
     Args:
@@ -301,6 +305,7 @@ class _Bucket:
         owners, self.source, self.group = [own], None, cut.tensor if len(shard_ranks) > 1 else None
         if reach is Reach.ALL and experts is not None and experts.model_size > 1:
             owners = sorted({entry.owner for entry in entries})
+            # Experts of one rank are broadcast; rounds of as many experts of each rank are one all-gather.
             if len(owners) == 1:
                 self.source = owners[0]
             else:
@@ -312,6 +317,7 @@ class _Bucket:
             cut.tensor_rank
         )
         self.names = [entry.name for entry in entries if entry.owner == own]
+        # The unpacking checks that all rows are of one length, which the all-gather relies on.
         [self.length] = {
             sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners
         }
@@ -382,6 +388,7 @@ def _set_out(
             if pending is not None:
                 pending.wait()
             pending = dist.all_gather_into_tensor(shards.view(-1), own, group=bucket.group, async_op=True)
+    # Full rows, after they are gathered: other stages then need no gathering of their own.
     if everywhere and groups.pipeline_size > 1 and bucket.length:
         if pending is not None:
             pending.wait()
@@ -429,7 +436,7 @@ class WeightStream:
         of the mapping rules. Of a layer whose experts are divided over ranks and take more than a bucket, as
         many experts of each rank come together.
 
-        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one
+        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many share one
         storage, which is there for as long as one of them is kept. Memory beyond the model is at most five
         buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores all experts of a layer
         together adds those.
@@ -437,12 +444,12 @@ class WeightStream:
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """From now on give in ``sliced`` what the engine's rank beside each rank reads. Collective, after one
-        pass through the weights.
+        """Agree on the slices that ``sliced`` gives from now on: what the engine's rank on each device reads.
+        Collective, after one pass through the weights.
 
-        A weight of which each rank has in its own shard what is read beside it is not gathered, and an expert
-        of which nothing is read beside the ranks that do not have it stays where it is. Others are gathered,
-        and cut.
+        A weight of which each rank has in its own shard what is read there is not gathered, and an expert
+        of which nothing is read on devices of ranks that do not have it stays where it is. Others are
+        gathered, and cut.
 
         Args:
             wanted: what each rank of an engine reads.
@@ -450,7 +457,7 @@ class WeightStream:
 
         Returns:
             What is read here of all weights of which an engine's rank does not read all: the same names on
-            all ranks. None of them where an engine's rank reads beside some ranks only.
+            all ranks. None of them where an engine's rank reads on some devices only.
         """
         if self._buckets is None:
             raise StateError(
@@ -458,7 +465,9 @@ class WeightStream:
             )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
+        # Positions of all ranks, so that each finds by itself the same way for every parameter.
         dist.all_gather_object(everybody, here)
+        # The paths of collectives have to be the same on all ranks, so all or none take slices.
         if any(one.engine < 0 for one in everybody):
             return {}
         shapes = {
@@ -477,7 +486,7 @@ class WeightStream:
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
-        """How far the shards of parameters travel that travel together."""
+        """Return how far the shards of parameters travel that travel together."""
         ranks = self._cut(unit[0]).tensor_size
         layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
         return max(
@@ -486,14 +495,14 @@ class WeightStream:
         )
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's rank beside this one reads, in the order of all weights: slices of those that
-        were agreed on, and the others whole. Collective."""
+        """Return what the engine's rank on this device reads, in the order of all weights: slices of those
+        that were agreed on, and the others in full. Collective."""
         return self._joined(
             GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
         )
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the
+        """Return the weights of this rank's pipeline stage, in the order of all weights. Collective among the
         ranks of the stage alone, but for the first time, when all ranks have to come."""
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
@@ -548,6 +557,7 @@ class WeightStream:
         held: Mapping[str, torch.Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
+        # After the plan, which needs names and shapes alone: merging adapters is done per bucket.
         held = self._exported(held)
         chosen = self._sliced if sliced else self._buckets
         buckets = (
@@ -557,14 +567,15 @@ class WeightStream:
             yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
-        """All parameters in their order, in buckets; the same on all ranks. The one exchange of names and
-        shapes."""
+        """Put all parameters in their order into buckets, the same on all ranks. The one exchange of names
+        and shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages: list[Any] = [listing]
         if self._groups.pipeline_size > 1:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
+        # groupby and no sort: the order of all weights is the order in which they are exported.
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
@@ -580,6 +591,8 @@ class WeightStream:
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
+                # The same local expert of all ranks is a round: without
+                # the offset of its rank the names are equal.
                 rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
                     (place, entry)
                 )
@@ -610,8 +623,8 @@ class WeightStream:
         return found
 
     def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
-        """What neighbours have in common that come together; of those that all take from one rank that has
-        them, also that rank."""
+        """Return what neighbours have in common that come together; of those that all take from one rank that
+        has them, also that rank."""
         owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
         return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
 

@@ -50,6 +50,7 @@ def get_cpu_state_dict(
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         copies[name] = torch.empty_like(local, device="cpu", pin_memory=pin_memory)
         copies[name].copy_(local, non_blocking=pin_memory)
+    # Once for all: copies into page-locked memory are only queued.
     runtime().synchronize()
     return copies
 

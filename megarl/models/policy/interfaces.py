@@ -78,7 +78,7 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """As ``get_logprobs``, under the weights the policy started with."""
+        """Compute ``get_logprobs`` under the weights that the policy started with."""
 
     @abstractmethod
     def train(

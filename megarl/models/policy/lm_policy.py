@@ -138,6 +138,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
+        # A model that also sees has the sizes of its text one level down.
         facts = facts.get("text_config") or facts
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
@@ -194,7 +195,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         *,
         skip_masked: bool = False,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """As ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces
+        """Compute ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces
         ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
@@ -242,8 +243,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """What a model that scores (``policy.reward_model_cfg``) says at each token of ``data``, in its
-        order."""
+        """Return the value that a model that scores (``policy.reward_model_cfg``) gives at each token of
+        ``data``, in its order."""
         return self._token_column("get_values", "values", data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
@@ -266,6 +267,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._check(data, required=["token_mask"] if skips else [])
         masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict(
+            # What workers do not read does not travel to them.
             {name: data[name] for name in ("input_ids", "input_lengths", *masks)}
         )
         sharded = shard_batch(
@@ -297,6 +299,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or
                 ``policy.max_consecutive_skips`` does not allow to go on; its ``skipped`` is as above.
         """
+        # Here, before anything travels; the workers check it again for callers without a driver.
         check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         scored = getattr(loss_fn, "scored_tokens", None)
@@ -328,9 +331,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             future = self._start_sharded("train", sharded.by_stage(self._stages), options)
             answers = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
+            # Workers count rows of their replica; the caller knows those of its batch.
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
             raise
         if not eval_mode:
+            # The number of calls tells whether the figures are still those of the moment.
             self._memory_after_train = self.worker_group.calls, [answer["gpu_info"] for answer in answers]
         results = future.selected(answers)
         metrics: dict[str, list[float]] = defaultdict(list)
@@ -358,6 +363,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel "
                 f"replicas{kept}): choose a multiple"
             )
+        # A plan by tokens makes micro-batches of its own, whatever their number of rows.
         if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
             return
         if (global_batch // replicas) % micro_batch:
@@ -412,6 +418,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             {name: data[name] for name in GENERATION_INPUTS if name in data}
         )
         if "sampling_seeds" not in needed:
+            # By the number of the call: seeds do not depend on the sizes of earlier batches.
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
         self._generate_calls += 1
@@ -500,7 +507,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective``
-        has to be called beside it.
+        has to be called with it.
 
         Args:
             ip, port: where the policy's first worker listens; it is on this host. The first worker of each
@@ -516,7 +523,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the
     # policy is both
-    def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]
+    def prepare_refit_info(  # type: ignore[override]
+        self, state_dict_info: Any = None
+    ) -> dict[str, Any] | None:
         """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's
         ``prepare_refit_info``."""
         return self._results("prepare_refit_info", first_rank_only=True)[0]
@@ -533,6 +542,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Raises:
             RefitError: a weight is larger than a group may be.
         """
+        # All ranks have one layout of a group, so the least room counts.
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
@@ -550,16 +560,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
-        """From now on hand slices of weights to engines on the same devices, where no rank needs another's
+        """Hand slices of weights to engines on the same devices from now on, where no rank needs another's
         shard for them.
 
         Args:
-            wanted: ``slices_wanted`` of the engines. Nothing is said to workers that know it.
+            wanted: ``slices_wanted`` of the engines. Nothing is sent to workers that know it.
 
         Returns:
             The names of these weights, for the engines' ``take_slices``.
         """
         if wanted != self._wanted_slices:
+            # A cached property: the workers make new mailboxes for slices.
             self.__dict__.pop("mailboxes", None)
             # from thousands of ranks one number comes in the place of hundreds of names
             first, *others = self._results("send_slices", wanted=wanted, first_rank_only=True)
@@ -573,15 +584,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def mailboxes(self) -> dict[str, Any]:
-        """What ranks of engines on the same devices look into for weights, by device; asked of the workers
-        once. For ``meet``."""
+        """Mailboxes in which ranks of engines on the same devices find weights, by device; asked of the
+        workers once. For ``meet``."""
         return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
 
     def hand_over_weights(
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
     ) -> list[ray.ObjectRef[Any]]:
         """Give the present weights to engines on the same devices: each worker hands its groups to the
-        engine's rank beside it.
+        engine's rank on its device.
 
         Args:
             session: what the engines' ``meet`` returned.
@@ -610,12 +621,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        """Return what a refit sends, as the workers said it once."""
+        """Return what a refit sends, as the workers returned it once."""
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
         """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be
-        called beside it.
+        called with it.
 
         Returns:
             Futures, to be awaited with those of the engines.
@@ -647,6 +658,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         known = [
             known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")
         ]
+        # All or none: measured and published peaks in one sum would mean nothing.
         if all(known):
             return [peak for peak in known if peak]
         return self._results("measure_peak_flops")
@@ -782,12 +794,12 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
 
 
 def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
-    """Environment variables that a backend's workers get beside those of the driver: its section's own, and
+    """Environment variables that a backend's workers get besides those of the driver: its section's own, and
     what its layout wants.
 
     With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which
     they were launched, so that a collective of Megatron-Core's tensor or context parallelism begins before
-    the product of matrices that it is to run beside. Products of float32 are products of float32
+    the product of matrices that it is to overlap. Products of float32 are products of float32
     (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else a
     GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
     """

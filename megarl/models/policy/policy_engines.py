@@ -43,7 +43,7 @@ WORKERS = "generation"
 """What the group of workers is called."""
 
 LIFE_SECONDS = 60.0
-"""That a worker may take to say that it lives, behind a call that it was in."""
+"""Seconds that a worker has to answer ``is_alive``, after a call that it was in."""
 
 
 class PolicyEnginesConfig(TypedDict):
@@ -124,6 +124,7 @@ class PolicyEngines(RolloutEngine):
 
     def loaded(self, versions: list[Any]) -> None:
         """Take note of what the futures of ``update_weights_from_collective`` gave."""
+        # One version on all ranks, or none: a copy with other weights must not answer.
         found = set(versions)
         self._version = found.pop() if len(found) == 1 else None
 

@@ -32,7 +32,8 @@ _HOPPER = 9
 
 
 def is_vllm_v1_engine_enabled() -> bool:
-    """Whether vLLM runs its V1 engine: always, since the versions that megarl works with have no other."""
+    """Return whether vLLM runs its V1 engine: True, since the versions that megarl works with have no
+    other."""
     return True
 
 

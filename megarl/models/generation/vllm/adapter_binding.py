@@ -56,6 +56,7 @@ class AdapterBinding:
 
     def take(self, factors: list[tuple[str, torch.Tensor]]) -> None:
         """Keep copies of factors, by PEFT's names."""
+        # A copy: the group's memory is written again by the next group.
         self._factors |= {name: tensor.to("cpu", copy=True) for name, tensor in factors}
 
     def bind(self) -> tuple[int, int]:
@@ -79,8 +80,10 @@ class AdapterBinding:
             parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype)
             for name, tensor in self._factors.items()
         }
+        # Clones: vLLM scales B in place, and the comparison below wants the factors that came.
         copies = {name: tensor.clone() for name, tensor in self._factors.items()}
         self.clear()
+        # vLLM keeps an adapter that it knows by its number, whatever the new factors.
         manager.remove_adapter(ADAPTER)
         lora = LoRAModel.from_lora_tensors(
             ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper

@@ -80,6 +80,7 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
         generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}}
     )
     if isinstance(filled["vllm_cfg"], dict):
+        # Anything but a mapping stays as it is: the check of types reports it.
         filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **defaults_of(VllmConfig)})
     return filled
 
@@ -111,6 +112,7 @@ def sized(view: View) -> GenerationConfig:
     except NotApplicableError:
         # a size of the batch is missing or of the wrong type, which is reported by itself
         return generation
+    # At least 1: wrong sizes are reported by engines_are_whole.
     engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
     return put(
         generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}
@@ -143,7 +145,7 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     )
     parameters = model_parameters(facts, tensor)
     if stages > 1:
-        # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most
+        # the first and the last stage have a matrix of the vocabulary each, a tied one too, and the most
         # layers that a stage has
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary
@@ -175,6 +177,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
     """The engine's weights have room in its share of a device; without that, engines would fail after minutes
     of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
+    # Sized as the run starts it: vLLM's sampler takes memory for each row that it may have.
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
@@ -229,8 +232,8 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
 
 
 def fills_places(size: int, nodes: int, ranks: int) -> bool:
-    """Whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a node, or
-    each on several nodes."""
+    """Return whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a
+    node, or each on several nodes."""
     return ranks % size == 0 or (size % ranks == 0 and nodes % (size // ranks) == 0)
 
 
@@ -404,7 +407,7 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
-    """What ``vllm_kwargs`` adds is not what megarl gives an engine itself."""
+    """Arguments in ``vllm_kwargs`` are none of those that megarl gives an engine itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
     for name in given:
         if name in FIXED_ARGUMENTS:

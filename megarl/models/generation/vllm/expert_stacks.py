@@ -60,6 +60,7 @@ class _Stack:
                 (self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device
             )
             self.pieces, self.missing = self.values.unbind(), self.count
+        # One launch for all experts of a group, where a loop would launch one for each.
         torch._foreach_copy_([self.pieces[place] for place in places], list(parts))
         self.missing -= len(parts)
 
@@ -68,6 +69,7 @@ class _Stack:
         assert self.values is not None
         weight = self.values
         if self.where is not None:
+            # One dimension further: the stack has the experts in front.
             where = Slice(self.where.dim + 1, self.where.start, self.where.length)
             weight = PartialWeight.of(weight, (self.count, *self.whole), where)
         self.forget()
@@ -126,8 +128,8 @@ class ExpertStacks:
 
 
 def _takes_stacks(layer: RoutedExperts) -> bool:
-    """Whether vLLM's loader of a layer takes the experts of this rank together: plain ones, each of them
-    once."""
+    """Return whether vLLM's loader of a layer takes the experts of this rank together: plain ones, each of
+    them once."""
     config = layer.moe_config
     plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod) and not layer.lora_base_layer_prefix
     once = (
@@ -160,6 +162,7 @@ def _stacks_of(
             if places[expert] < 0
         }
         if (
+            # One shape, dtype and slice for all, and nothing read of experts of other ranks: else no stack.
             len(alike) > 1
             or not elsewhere <= ({0} if reads else {None})
             or len(here) != layer.local_num_experts

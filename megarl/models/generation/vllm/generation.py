@@ -79,6 +79,7 @@ class VllmGeneration(EngineGroup):
             cluster,
             RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
+            # One worker for each node of an engine; its other places are for vLLM's ranks.
             bundle_indices_list=[place for of_engine in places for place in of_engine],
             sharding_annotations=NamedSharding(
                 np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]
@@ -109,11 +110,11 @@ class VllmGeneration(EngineGroup):
 
     @property
     def scores(self) -> bool:
-        """All do."""
+        """True: all of vLLM's workers have ``score``."""
         return True
 
     @property
     def takes_requests(self) -> bool:
-        """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what
-        waits together."""
+        """True without ``fast_sampling``, where the random numbers of a request depend on what waits with
+        it."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

@@ -27,7 +27,7 @@ class Part:
     port: int
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``LLM``, beside those of every engine. Over nodes vLLM takes its executor by name
+        """Arguments of ``LLM``, next to those of every engine. Over nodes vLLM takes its executor by name
         only."""
         return {
             "nnodes": self.nodes,
@@ -55,7 +55,7 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """None of its processes has ended."""
+        """True while none of its processes has ended."""
         return all(process.is_alive() for process in self._processes)
 
     def shutdown(self) -> None:

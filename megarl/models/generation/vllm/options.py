@@ -92,7 +92,7 @@ def engine_options(
         # the answers to one prompt share its keys and values; a refit forgets what was computed with older
         # weights
         "enable_prefix_caching": True,
-        # of the distribution that tokens are drawn from, as the policy's are
+        # of the distribution that tokens are sampled from, as the policy's are
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
         "worker_extension_cls": plugin.EXTENSION,
@@ -109,6 +109,7 @@ def engine_options(
         options |= {
             "enable_lora": True,
             "max_loras": 1,
+            # vLLM takes these ranks alone; a rule of the configuration bounds the adapter's.
             "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"]),
         }
     further = config.get("vllm_kwargs") or {}
@@ -128,15 +129,16 @@ def engine_options(
     if part is not None:
         options |= part.options()
     elif ranks_of(settings) > 1:
-        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the
+        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the bundles next to the
         # actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
+    # The user's last; rules of the configuration refuse those that a refit relies on.
     return {**options, **further}
 
 
 def capture_sizes(rows: int) -> list[int]:
-    """Batch sizes that vLLM captures CUDA graphs of, for at most so many rows: vLLM's own steps, and the
-    whole batch. Without it a batch between two steps would run without a graph, since none of them may be
+    """Batch sizes that vLLM captures CUDA graphs of, for at most this many rows: vLLM's own steps, and
+    the whole batch. Without it a batch between two steps would run without a graph, since none of them may be
     larger than the batch."""
     largest = min(rows, LARGEST_GRAPH)
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
@@ -144,7 +146,7 @@ def capture_sizes(rows: int) -> list[int]:
 
 
 def _chooses_graphs(further: Mapping[str, Any]) -> bool:
-    """Whether arguments of the user's say which sizes are captured; vLLM refuses to be told twice."""
+    """Return whether arguments of the user's choose the captured sizes; vLLM refuses two such arguments."""
     own = further.get("compilation_config")
     keys = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     return bool(keys & (further.keys() | (own.keys() if isinstance(own, Mapping) else set())))

@@ -18,6 +18,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, kind in ((COLOCATED, "SharedMemoryEngine"), (APART, "BroadcastEngine")):
+        # Called by vLLM and by the worker itself: a second registration is refused.
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, MODULE, kind)
 

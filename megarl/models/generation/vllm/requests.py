@@ -32,9 +32,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """vLLM's answer to one prompt: tokens, their log-probabilities (NaN where none were asked for), and
-    whether a length limit ended
-    it."""
+    """vLLM's response to one prompt: tokens, their log-probabilities (NaN where none were asked for), and
+    whether a length limit ended it."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -80,13 +79,14 @@ def requests_of(
         options = {
             **_drawing(settings),
             "max_tokens": room,
-            # of the drawn token alone; a greedy token's would be those before the temperature
+            # of the sampled token alone; a greedy token's would be those before the temperature
             "logprobs": None if greedy and settings.temperature != 1.0 else 0,
             "seed": None if seed is None else seed % 2**63,
             "stop": list(stop) or None,
             "stop_token_ids": list(config.get("stop_token_ids") or []),
             # the configured stop tokens alone end an answer
             "ignore_eos": True,
+            # Texts cost time in vLLM's scheduler, and only stop strings need them.
             "detokenize": bool(stop),
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
@@ -112,9 +112,10 @@ def _is_fast(config: GenerationConfig) -> bool:
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:
-    """In vLLM's words, for which a temperature of 0 takes the most likely token."""
+    """Return the settings as vLLM has them, where a temperature of 0 takes the most likely token."""
     if settings.greedy:
         return {"temperature": 0.0}
+    # 0 means all tokens to vLLM.
     return {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
 
 

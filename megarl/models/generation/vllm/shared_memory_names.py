@@ -1,7 +1,7 @@
 """The files that vLLM's processes share memory by, taken away as soon as all of them have it.
 
 The memory itself stays until the last process lets go of it, however that one ends. A file that still has its
-name then, as of a process that was killed, would hold the memory until the machine is started anew.
+name then, as of a process that was killed, would hold the memory until the machine is restarted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def remove_names() -> None:
             block.unlink()
         # who made it would do so again at its end, and complain that nothing is there
         block.unlink = _nothing  # type: ignore[method-assign]
+    # Found by the maps of the process: vLLM hands out neither names nor descriptors of these.
     for path in _mapped(_OF_KERNELS):
         path.unlink(missing_ok=True)
 
@@ -40,9 +41,10 @@ def _mapped(beginning: str) -> Iterator[Path]:
     for line in Path("/proc/self/maps").read_text().splitlines():
         # address, rights, offset, device, inode, path
         *_, path = line.split(maxsplit=5)
+        # A removed file is still mapped, as "... (deleted)".
         if path.startswith(beginning) and os.path.exists(path):
             yield Path(path)
 
 
 def _nothing() -> None:
-    """In place of a removal that has been done."""
+    """Replace ``unlink`` once the file is removed."""

@@ -1,5 +1,6 @@
 """Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its
-own part of them, out of full ones, or of slices where the policy's rank beside it gives just what it reads.
+own part of them, out of full ones, or of slices where the policy's rank on its device gives just what it
+reads.
 
 Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps
 what came before until then; so what is read of a weight is copied once out of the transfer buffer. Experts of
@@ -109,8 +110,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before
-        its finish."""
+        """Update as vLLM's own engine does. Of a refit that was given up vLLM learns by an error: nothing
+        else ends one before its finish."""
         try:
             if update_info.get("given_up"):
                 raise RefitError("the refit was given up")
@@ -134,13 +135,14 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._loaded |= set(self.model.load_weights(others) or ())
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What is read of a weight, which stays when its group is gone, in the place of the whole weight."""
+        """Return a copy of what is read of a weight, which stays when its group is gone, in the place of the
+        full weight."""
         part, where, whole = self._part_of(name, tensor)
         return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        """What is read of a weight that came, as which slice of the whole weight, and the shape of that; None
-        where it is all of it."""
+        """Return what is read of a weight that came, the slice of the full weight that it is (None for all of
+        it), and the shape of the full weight."""
         where = (self._reads or {}).get(name)
         return (tensor if where is None else where.of(tensor)), where, tensor.shape
 
@@ -210,6 +212,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 self._adapter.clear()
                 raise RefitError(_ENDED_EARLY)
             return
+        # Refused only after the end of the reload, so that the next refit finds a model to load into.
         missing = sorted(self._expected - self._loaded)
         try:
             with _taking_memory(self.model):
@@ -344,6 +347,7 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel():
+            # By address: what counts is that layers share memory, whatever tensors they have.
             sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():
@@ -365,7 +369,7 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by
+    """Engine on the policy's devices: weights are in the policy's buffer. Those of a refit that goes by
     itself may come as slices."""
 
     _receiver: WeightReceiver | None = None
@@ -385,8 +389,8 @@ class SharedMemoryEngine(_Reloading):
         }
 
     def take_slices(self, names: list[str]) -> None:
-        """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by
-        default none."""
+        """Take these weights as the slices that this rank reads, in refits that go by themselves from now on;
+        by default none."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
         # of some weights other ranks alone read a slice

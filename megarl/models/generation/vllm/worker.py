@@ -2,7 +2,7 @@
 that it has.
 
 No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an
-actor the GPU of its own place alone; an engine of several ranks has the places beside it too.
+actor the GPU of its own place alone; an engine of several ranks has the bundles next to it too.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
+    # A task on each place: Ray tells a process of its own place's GPU alone.
     task: Any = ray.remote(_devices)
     asked = [
         ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
@@ -92,9 +93,9 @@ def _devices() -> list[str]:
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-# between two looks at vLLM's processes while one of its calls lasts
+# Seconds between two looks at vLLM's processes while one of its calls lasts.
 LOOK_SECONDS = 1.0
-# that a call has to fail of itself after a process died, and say why
+# Seconds that a call has to fail of itself after a process died, and say why.
 LAST_WORDS_SECONDS = 5.0
 
 
@@ -117,12 +118,12 @@ class Engine:
 
     @property
     def has_sleep_mode(self) -> bool:
-        """It can give its memory back and take it again."""
+        """True where it can give its memory back and take it again."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
     @property
     def is_alive(self) -> bool:
-        """None of its processes has ended."""
+        """True while none of its processes has ended."""
         return all(process.is_alive() for process in self._processes)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ class Engine:
 
         Raises:
             RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for
-                it for ever.
+                it indefinitely.
         """
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
@@ -155,6 +156,7 @@ class Engine:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
+            # Set and not raised: in this thread nobody would see it.
             answer.set_exception(error)
 
     def _end_processes(self) -> None:
@@ -167,6 +169,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End vLLM's processes, those that are left of an engine that died too."""
+        # In the reverse order, each whatever the others raise: transfer engine, processes, sockets.
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
             ending.callback(self._end_processes)
@@ -234,6 +237,7 @@ class VllmGenerationWorker:
                     f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs"
                 )
         plugin.require_entry_point()
+        # Here for an engine that runs in this process; vLLM's own call the entry point.
         plugin.register()
         if on_cpu:
             _check_model_on_a_cpu(config["model_name"])
@@ -266,7 +270,7 @@ class VllmGenerationWorker:
 
         Args:
             node: number of the part; the first one answers for the engine.
-            address: what ``meeting_place`` of the first part said.
+            address: what ``meeting_place`` of the first part returned.
         """
         # at which the others reach this node
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
@@ -297,8 +301,8 @@ class VllmGenerationWorker:
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
     def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
-        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads, or
-        ``slices_digest`` of them."""
+        """Return of each of vLLM's ranks the identity of its device, and the slices of the weights that it
+        reads or ``slices_digest`` of them."""
         found: list[tuple[str, Slices | str]] = []
         for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
             slices = {name: Slice(*where) for name, where in plain.items()}
@@ -324,6 +328,7 @@ class VllmGenerationWorker:
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights. Returns the version when it was the last."""
         payload = next(iter(handles.values()))
+        # The first group: a reload begins here, and one that was interrupted is given up.
         if payload["first"] == 0:
             self._begin()
         self._update({"handles": handles})
@@ -386,6 +391,7 @@ class VllmGenerationWorker:
             RefitError: a rank could not.
             RuntimeError: a rank failed otherwise than on purpose, so that it may be of no more use.
         """
+        # megarl_call returns errors as values: of raised ones vLLM reads those of one rank alone.
         answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
@@ -405,7 +411,7 @@ class VllmGenerationWorker:
                     args=("update_weights", {"update_info": {"given_up": True}}),
                 )
             if self._ticket is not None:
-                # also of a rank that had not begun, and would not be told of by its own error
+                # also of a rank that had not begun, and would not learn of it by its own error
                 with contextlib.suppress(Exception):
                     self._engine.call(
                         "collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket})
@@ -426,6 +432,7 @@ class VllmGenerationWorker:
 
         config = cast(GenerationConfig, {**self._config, **(sampling or {})})
         requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+        # Token ids and not text, which vLLM would tokenize once more, perhaps otherwise.
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)
@@ -523,6 +530,7 @@ class VllmGenerationWorker:
         if data is not None:
             config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+            # Prompts without room for a token: vLLM refuses them, so they are answered here.
             found |= dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -561,7 +569,7 @@ class VllmGenerationWorker:
         return {int(output.request_id): answer_of(output.outputs[0]) for output in outputs}
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
-        """What vLLM draws for prompts by one seed for all of them.
+        """Complete prompts with one seed for all of them.
 
         None is answered before all of them wait: who draws which of the random numbers would depend on when
         each of them came.
@@ -596,7 +604,7 @@ class VllmGenerationWorker:
         return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
-        """Whether vLLM's processes live too; False only from a worker that still answers."""
+        """Return whether vLLM's processes live too; False only from a worker that still answers."""
         return (self._follower or self._engine).is_alive
 
     def shutdown(self) -> None:
@@ -609,7 +617,7 @@ class VllmGenerationWorker:
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
-    """Return what is said of ranks that could not take weights."""
+    """Return the error of ranks that could not take weights."""
     said = (
         f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message
         for rank, failure in failures.items()
@@ -651,7 +659,7 @@ def _check_torchvision(model: str) -> None:
     """Refuse a model of which vLLM's code imports torchvision, where that fails.
 
     Raises:
-        ConfigError: torchvision is absent, or is a build for CUDA beside a torch for CPUs.
+        ConfigError: torchvision is absent, or is a build for CUDA with a torch for CPUs.
     """
     try:
         importlib.import_module("torchvision")

@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers: methods beside their own; vLLM makes it a base of its worker class
+"""Extension of vLLM's workers: methods next to their own; vLLM makes it a base of its worker class
 (``worker_extension_cls``)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Failure(NamedTuple):
-    """Why a rank could not do what it was asked for.
+    """The error of a rank that could not do what it was asked for.
 
     Attributes:
         message: of the error, with its type where that is not megarl's own.
@@ -44,6 +44,7 @@ class WorkerCalls:
             return None
         except Exception as error:
             on_purpose = isinstance(error, MegarlError)
+            # Plain values: an exception of vLLM need not be picklable.
             failure = (
                 str(error) if on_purpose else f"{type(error).__name__}: {error}",
                 on_purpose,
@@ -54,20 +55,20 @@ class WorkerCalls:
         return failure
 
     def megarl_meet(self, mailboxes: dict[str, Any], session: int) -> None:
-        """Megarl meeting of this rank and the policy's rank on its device; see ``RolloutEngine.meet``."""
+        """Find the mailbox of the policy's rank on this rank's device; see ``RolloutEngine.meet``."""
         self.weight_transfer_engine.meet(mailboxes, session)
 
     def megarl_slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Megarl question which slices of the weights this rank reads, and on which device it is."""
+        """Return the identity of this rank's device, and the slices of the weights that the rank reads."""
         found: tuple[str, dict[str, list[int]]] = self.weight_transfer_engine.slices_read()
         return found
 
     def megarl_take_slices(self, names: list[str]) -> None:
-        """Megarl order of the weights that come as slices from now on."""
+        """Learn which weights come as slices from now on."""
         self.weight_transfer_engine.take_slices(names)
 
     def megarl_refuse(self, ticket: int) -> None:
-        """Megarl refusal of a refit: the policy's rank does not wait for this one."""
+        """Refuse a refit, so that the policy's rank does not wait for this one."""
         self.weight_transfer_engine.refuse(ticket)
 
     def megarl_bind_adapter(self) -> None:
@@ -75,13 +76,13 @@ class WorkerCalls:
         self.weight_transfer_engine.bind_adapter()
 
     def megarl_weights_version(self) -> int | None:
-        """Megarl weights version of the weights that this rank has whole; None where it has none."""
+        """Return the version of the weights that this rank has in full; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()
         return version
 
     def megarl_seed(self, seed: int) -> None:
-        """Megarl seed of this rank's random numbers: the same one on all ranks of an engine, which draw the
-        same tokens each for itself."""
+        """Seed this rank's random numbers: with one seed on all ranks of an engine, each of which samples the
+        same tokens for itself."""
         seed_everything(seed)
 
     def megarl_remove_names(self) -> None:
