@@ -120,6 +120,7 @@ class ImportPlan(Plan):
         """Item files: name and parameters."""
         goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
         files: list[tuple[str, list[Rule]]] = []
+        # Full from the start, so that the first parameter opens a file.
         filled = goal
         for rule in self.rules:
             if filled >= goal:
@@ -341,6 +342,7 @@ class _Import(Conversion):
                 file.add(
                     chunk.key,
                     chunk.offsets,
+                    # An item has all dimensions of the stored tensor, of size 1 over layers and experts.
                     tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape),
                 )
         finally:
@@ -355,6 +357,7 @@ class _Import(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
+        # In the order of the plan, not of the threads: the index has to come out the same.
         items = list[StoredItem]()
         for name in self.pieces:
             items += map(_item, self.finished[name]["items"])
@@ -365,6 +368,7 @@ class _Import(Conversion):
         copy_artifacts(source.directory, beside)
         # The copy is compared and not the source, which could still change between the two.
         refuse_changed_config(beside, plan.config_hash, source.directory)
+        # After the comparison, because it changes the file.
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
         tensors, places = {}, {}

@@ -115,11 +115,13 @@ def _differences(
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
     if name == "moe_layer_freq":
         return _pattern(found, layers) == _pattern(wanted, layers)
+    # An integer N leaves the window out of every N-th layer, counted from one.
     if name == "window_attn_skip_freq" and isinstance(found, int) and found > 0:
         found = [int(number % found != 0) for number in range(1, layers + 1)]
     if isinstance(wanted, list | tuple):
         return isinstance(found, list | tuple) and list(found) == list(wanted)
     if isinstance(wanted, bool) or wanted is None:
+        # False, None and 0 all switch a feature off.
         return found == wanted or (not wanted and not found)
     return found == wanted
 
@@ -129,6 +131,7 @@ def _pattern(value: Any, layers: int) -> list[int] | None:
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
+        # As Megatron-Core counts: from zero, so that the first layer has experts.
         return [int(layer % value == 0) for layer in range(layers)]
     return None
 

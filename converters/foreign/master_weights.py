@@ -39,6 +39,7 @@ class MasterTensors(ViewedTensors):
         problems = []
         for key in self:
             if key not in master:
+                # An optimizer keeps no second copy of a parameter that is float32 itself.
                 if model.dtype(key) != torch.float32:
                     problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
             elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):

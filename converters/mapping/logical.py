@@ -184,6 +184,7 @@ class MegatronModel(LogicalModel):
         place, expected = self.place(rule), shape_of_parameter(rule)
         shape = self.checkpoint.shape(place.key)
         grid, own = shape[: len(place.grid)], shape[len(place.grid) :]
+        # The stored embedding may have any number of rows of padding.
         fits = own[1:] == expected[1:] and (
             own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected
         )

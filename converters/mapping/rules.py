@@ -88,6 +88,7 @@ def all_rules(architecture: Architecture) -> list[Rule]:
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
+    # The first rule of a model is that of its embedding.
     return [*model[:1], *layers, *model[1:]]
 
 

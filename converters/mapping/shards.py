@@ -85,6 +85,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
         raise ConversionError(
             f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank"
         )
+    # Whatever the trainer padded to.
     padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
     layouts = [
         shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))
