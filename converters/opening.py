@@ -121,6 +121,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
     made = hf_directory is None
+    # A manifest has the hashes of the model's own weights, not of the optimizer's.
     manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
     return MegatronCheckpoint(
         directory,
@@ -198,6 +199,7 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
 
 
 def _stored_config(directory: Path, given: Path) -> Path | None:
+    # the checkpoint's own config first, then one that a trainer keeps for all of its checkpoints
     places = (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY)
     return next((place for place in places if (place / "config.json").is_file()), None)
 

@@ -46,7 +46,7 @@ def _no_change(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigClass:
-    """What transformers' config class of a family makes of a file.
+    """Return what transformers' config class of a family makes of a file.
 
     Attributes:
         keys: beside those of ``_COMMON``: a ``_Key``, or the default of one that takes values of its kind.
@@ -341,7 +341,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
 
 
 def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozenset[str]) -> bool:
-    """Whether a key is one of the class, and its value of a kind that it takes."""
+    """Return whether a key is one of the class, and its value of a kind that it takes."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if name in _HARMLESS_IF_FALSE:
@@ -360,7 +360,7 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
 
 
 def _fits(config: Config, kind: _ConfigClass) -> bool:
-    """Whether what the class checks of its fields together, and of lists, holds."""
+    """Return whether what the class checks of its fields together, and of lists, holds."""
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     latent = _latent_widths(config) if kind.complete is _latent else {}
     if any(config[key] not in (None, size) for key, size in latent.items()):

@@ -69,7 +69,7 @@ class TensorLocation:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the tensor lies there as it is, row behind row."""
+        """True if the tensor is stored there as it is, row behind row."""
         return self.step == 1 and not self.transposed
 
 

@@ -21,6 +21,7 @@ CONFIG_KEYS = frozenset(
     }
 )
 """Config keys that ``read_gated_delta`` consumes."""
+# transformers' default of full_attention_interval
 _INTERVAL = 4
 
 
