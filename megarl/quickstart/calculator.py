@@ -120,6 +120,7 @@ def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> No
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
+    # One seed for all runs, which therefore have one tokenizer.
     problems = _problems(1, "train")
     rows = [_conversation(*next(problems), guesses=False) for _ in range(2000)]
     texts = list[str]()
@@ -163,6 +164,7 @@ def evaluate_conversations(
         place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))
     }
     results = {place: int(found[1]) * int(found[2]) for place, found in calls.items()}
+    # The conversation as TEMPLATE writes it, up to the second response.
     texts = [
         f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>"
         for place, value in results.items()
