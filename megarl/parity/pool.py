@@ -238,8 +238,8 @@ def _in_group(
     """``function(*arguments)`` inside a gloo group of its own."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    # With a prefix, because the store outlives the job, and keys of the next one must be others.
     dist.init_process_group(
-        # The store outlives the job, and keys of the next one must be others.
         "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
     )
     try:
