@@ -291,6 +291,7 @@ class _Import(Conversion):
 
     def __init__(self, plan: ImportPlan, common_state: Mapping[str, Any] | None, staging: Staging) -> None:
         directory = plan.model.source.directory
+        # Of a source that an export has written: its other files have to be those that it wrote.
         manifest = read_manifest(directory)
         if manifest is not None:
             refuse_changed_files(directory, directory, manifest.files)
@@ -386,5 +387,6 @@ class _Import(Conversion):
 
 
 def _item(described: Sequence[Any]) -> StoredItem:
+    # A record has been through JSON, which turns tuples into lists.
     key, offsets, sizes, *place = described
     return StoredItem(key, tuple(offsets), tuple(sizes), *place)

@@ -148,6 +148,7 @@ class LoraAdapter:
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
+        # PEFT keeps A expert by expert, and the columns of B rank by rank, with one for each expert.
         return rows[:: place.step, expert::experts].contiguous(), self._read(
             factors.down, rows=(expert * rank, (expert + 1) * rank)
         )
@@ -183,6 +184,7 @@ class LoraAdapter:
         fitted: dict[str, Factors] = {}
         stacks = expert_stacks(tensors)
         for module, names in found.items():
+            # PEFT wraps a module once for each of its stacks, one wrapper inside the other.
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
             candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
             if candidates:

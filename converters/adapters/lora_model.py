@@ -24,6 +24,7 @@ Model = TypeVar("Model", bound=LogicalModel)
 def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[Model, LoraAdapter]:
     adapter = LoraAdapter(directory, model.architecture)
     refuse_other_base(adapter, model)
+    # A shallow copy: the base stays as it is for whoever compares the two.
     merged = copy.copy(model)
     merged.adapter = adapter, choose_dtype
     return merged, adapter
@@ -88,6 +89,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
     for name, stored in adapter.base.items():
         for start, stop in row_ranges(tensors[name].shape, base.dtype(tensors[name]).itemsize):
             own = adapter.source.read(stored, ((start, stop), (0, tensors[name].shape[1])))
+            # In float32: PEFT may have saved them in a wider dtype than the base has.
             if not torch.equal(base.read(tensors[name], start, stop).float(), own.float()):
                 raise ConversionError(
                     f"{name} of this model is not that of the base model in {adapter.directory}",

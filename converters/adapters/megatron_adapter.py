@@ -249,6 +249,7 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
 
 
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
+# Keys of stacked layers have no number.
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
 _FIX = (
     "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's "
@@ -349,6 +350,7 @@ class MegatronAdapter:
                 "whether its release did",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
+        # Last, because it reads every value.
         if manifest is not None and blocks is not None:
             require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
 
@@ -372,6 +374,7 @@ class MegatronAdapter:
         """See ``AdapterSource``."""
         factor = self._factors[name]
         (first, last), (left, right) = whole(factor.shape) if box is None else box
+        # The empty first piece is for a box that has no rows.
         pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0
         for start, stop in factor.runs:
             low, high = max(first, position), min(last, position + stop - start)
@@ -476,6 +479,7 @@ class MegatronAdapter:
             )
 
     def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
+        # The base may be stored either way, however the adapters are.
         base = {
             stored_place(rule, self._architecture, stacked=stacked).key
             for rule in all_rules(self._architecture)

@@ -77,6 +77,7 @@ class Replacements:
                     if is_among(module, frozenset({target}))
                 )
                 self._add(stored, f"{module}.weight", next(listed, None))
+            # A tied model has no tensor for its output layer, but PEFT may have saved one.
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [

@@ -57,6 +57,7 @@ def check_agreement(
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
+    # Settings of YaRN are compared above where the config asks for it, and mean nothing elsewhere.
     problems += [
         f"{name} = {value!r}: unknown setting, which may change the forward pass"
         for name, value in sorted(settings.values.items())
@@ -100,6 +101,7 @@ def _differences(
         # The norms of latents have weights, so that the tensors say whether there are any; a trainer may
         # build them by its layers alone.
         expected.pop("qk_layernorm")
+    # None is no answer: Megatron-Core's default holds.
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
         if not _same(name, values.get(name), expected[name], architecture.num_layers):

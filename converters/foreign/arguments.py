@@ -243,6 +243,7 @@ def import_for_megatron_lm(
     try:
         outcome = import_model(plan, target / RELEASE, options, common_state=state)
     except Exception:
+        # No file may name a checkpoint that is not there.
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)
         raise

@@ -62,6 +62,7 @@ class MasterTensors(ViewedTensors):
         return self._master if key in self._master else self._tensors, key
 
     def __iter__(self) -> Iterator[str]:
+        # Keys of the optimizer's states, with or without a number of a chain, are no parameters.
         return iter(key for key in self._tensors if "optimizer." not in key)
 
 

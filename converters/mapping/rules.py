@@ -133,8 +133,10 @@ def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
     nested = renamed(part, "model.", NESTED_PREFIX)
+    # Names outside of the language model, as lm_head's, are the same in both.
     if family.sees or nested == part:
         return nested
+    # Written under its plain name, and found under either.
     return replace(part, alternatives=(*part.alternatives, *nested.places))
 
 
