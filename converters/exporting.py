@@ -399,7 +399,7 @@ def export_model(
         raise ConversionError(
             f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
         )
-    # With parts any machine may be the last one, which writes the files beside the weights.
+    # With parts any machine may be the last one, which writes all files but the weights.
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
     return convert(
         lambda staging: _Export(plan, staging, options),

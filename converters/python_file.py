@@ -49,7 +49,7 @@ def module_of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     directory = str(path.absolute().parent)
     if directory not in sys.path:
-        # At the end: what is beside the file must not take the place of an installed module.
+        # At the end: what is in its directory must not take the place of an installed module.
         sys.path.append(directory)
     try:
         _refuse_others_names(text, path.absolute().parent)

@@ -324,7 +324,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             config[key] = getattr(text, key)
     if text is not hf_config:
         config = _flattened(copy.deepcopy(dict(hf_config.to_dict())), config)
-    # ({}|``config_like`` gave the config the model_type of another family.
+    # ``config_like`` gave the config the model_type of another family.
     return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
 
 

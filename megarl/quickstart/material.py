@@ -408,6 +408,7 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
         texts: whose words become tokens.
         marks: texts that are a token each, in addition; no special ones, so that decoding shows them.
     """
+    # Its parts before the model are those with which transformers will read the saved files.
     backend = _qwen2().backend_tokenizer
     trainer = trainers.BpeTrainer(
         # The marks come on top of these.
@@ -418,6 +419,7 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    # The merges are in its JSON alone.
     model = json.loads(backend.to_str())["model"]
     tokenizer = _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
     tokenizer.add_tokens(list(marks))
