@@ -272,7 +272,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
     architecture = architecture_of(layout)
     padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
     shapes = {tensor.name: tensor for tensor in manifest.tensors}
-    # The places repeat after these ranks.
+    # Ranks behind these have the same places again.
     ranks = range(math.lcm(layout.tensor, layout.expert, layout.engine))
     everybody = {
         Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks
