@@ -200,6 +200,7 @@ def _fault(names: Sequence[str], options: Options) -> str:
 def _report(arguments: argparse.Namespace) -> int:
     from benchmarks.report import page
 
+    # Of several runs of a case the last one is shown.
     results = list({result["case"]: result for result in results_file.read(arguments.results)}.values())
     beside = arguments.results if arguments.results.is_dir() else arguments.results.parent
     out = arguments.out or beside / "report.html"

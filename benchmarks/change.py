@@ -88,6 +88,7 @@ def _of_case(runs: Sequence[Result], after: Result) -> Iterator[Change]:
     for run in runs:
         for point in run["points"]:
             for metric, summary in point["metrics"].items():
+                # A median of 0 has no quotient.
                 if summary["unit"].startswith("ratio to ") and summary["median"] > 0:
                     summaries.setdefault((name_of(point["parameters"]), metric), []).append(summary)
     points = {name_of(point["parameters"]): point["metrics"] for point in after["points"]}

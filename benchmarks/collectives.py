@@ -57,6 +57,7 @@ _GIVEN_SECOND = (
     *("_allgather_base_", "_reduce_scatter_base_", "allgather_"),
     *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
 )
+# They send no numbers.
 _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
@@ -82,6 +83,7 @@ class Recorded(TorchDispatchMode):
 
 
 def _ranks(function: Any, arguments: Any) -> int:
+    # Not strict: arguments that have defaults may be left out.
     for place, argument in zip(function._schema.arguments, arguments, strict=False):
         if place.name == "process_group":
             return int(dist.ProcessGroup.unbox(argument).size())
@@ -89,6 +91,7 @@ def _ranks(function: Any, arguments: Any) -> int:
             return int(argument)
         if place.name == "group_name":
             return int(dist.distributed_c10d._resolve_process_group(argument).size())
+    # Without a group an operator is over all ranks.
     return dist.get_world_size()
 
 
@@ -99,6 +102,7 @@ def send(collectives: Sequence[Collective], repeats: int) -> Spent:
     Raises:
         ValueError: one of them is of a kind that is not known, or of a group that has not all ranks.
     """
+    # Buffers are made before anything is timed.
     calls = [_call(each) for each in collectives]
     spent = Spent()
     for turn in range(1 + repeats):

@@ -264,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in chosen.only or experiment.ways:
             result["ways"][name] = runs.figures_of(name)
             out.parent.mkdir(parents=True, exist_ok=True)
+            # After each way, so that a stop leaves the figures of those before.
             out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             sys.stdout.write(
                 f"{name:14} {json.dumps(result['ways'][name]['mean'])} "
@@ -448,6 +449,7 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
             if one["step"] < apart and one.get(metric) is not None
         ]
         if pairs:
+            # Some metric may be 0 at every step.
             largest[metric] = max(abs(one - other) for one, other in pairs) / (
                 max(abs(one) for one, _ in pairs) or 1.0
             )

@@ -39,6 +39,7 @@ class CudaClock:
 
     def start(self) -> None:
         """See ``Clock``."""
+        # Work given to the device earlier does not count.
         self._cuda.synchronize()
         self._begun = self._cuda.Event(enable_timing=True)
         self._begun.record()
@@ -47,6 +48,7 @@ class CudaClock:
         """See ``Clock``."""
         ended = self._cuda.Event(enable_timing=True)
         ended.record()
+        # Both events have to be over before elapsed_time can be asked.
         self._cuda.synchronize()
         return float(self._begun.elapsed_time(ended)) / 1000
 
@@ -85,4 +87,5 @@ def gemm_rate(device: str = "cpu", repeats: int = 5) -> float:
         clock.start()
         torch.mm(one, other)
         taken.append(clock.seconds())
+    # Without the first, in which the library chooses and loads its kernel.
     return 2.0 * size**3 / min(taken[1:])

@@ -33,6 +33,7 @@ def _git(*arguments: str) -> str:
 
 def describe(device: str = "cpu") -> dict[str, Any]:
     """Processor, cores, versions, device and the load of the last minute, ready for JSON."""
+    # Cores that this process may use, which can be fewer than the machine has.
     return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -109,6 +109,8 @@ class Ours:
                 sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers),
                 self.task.answers,
             )
+            # The seeds that these rows have in the whole batch, so that ranks together answer as one rank
+            # does.
             seeds = of_all[self.share.start * answers : self.share.stop * answers]
             batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
             with self.phases.phase("training"):
@@ -170,6 +172,7 @@ class ByHand:
 
         self.task, self.phases = task, Phases(*PHASES)
         self.model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+        # Padded on the left, so that all answers begin in the same column.
         self.tokenizer: Any = AutoTokenizer.from_pretrained(task.model, padding_side="left")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True
@@ -192,12 +195,15 @@ class ByHand:
         with self.phases.phase("generation"), torch.no_grad():
             texts = [text for text in self.task.prompts for _ in range(self.task.answers)]
             asked = self.tokenizer(texts, padding=True, return_tensors="pt")
+            # Answers of one length on every side. By default transformers samples among the 50 likeliest
+            # tokens; 0 means all.
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
             ids = self.model.eval().generate(
                 asked["input_ids"], attention_mask=asked["attention_mask"], **options
             )
         texts = self.tokenizer.batch_decode(ids[:, -new:], skip_special_tokens=True)
         rewards = torch.tensor([reward(text) for text in texts]).view(-1, self.task.answers)
+        # As on the other sides: nothing is divided by the deviation.
         advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
         mask = torch.cat([asked["attention_mask"], torch.ones(len(ids), new, dtype=torch.int64)], 1)
         with self.phases.phase("logprobs"), torch.no_grad():
@@ -212,7 +218,9 @@ class ByHand:
 
 def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
     """[rows, new] of the last tokens of rows that are padded on the left."""
+    # Positions do not count the padding on the left.
     places = (mask.cumsum(1) - 1).clamp(min=0)
+    # The last token's logits predict one that is not there.
     logits = model(
         input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1
     ).logits[:, :-1]
@@ -258,6 +266,8 @@ class TRL:
         from trl import GRPOConfig, GRPOTrainer
 
         new = self.task.new_tokens
+        # As on the other sides: no division by the rewards' deviation, no divergence, one update for each
+        # batch.
         arguments = GRPOConfig(
             output_dir=directory,
             use_cpu=True,
@@ -297,6 +307,7 @@ class TRL:
 
     def _watch(self, trainer: Any) -> None:
         """Time what its steps call: generation, and what makes a batch with it."""
+        # Private methods of TRL: none of its callbacks goes around them.
         generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -328,11 +339,13 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
             self.open: Any = None
 
         def on_step_begin(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
+            # Entered by hand, since no block spans two callbacks.
             self.open = phases.step(state.global_step >= warm_up)
             self.open.__enter__()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
             self.open.__exit__(None, None, None)
+            # The number counts this step by now.
             between(state.global_step > warm_up)
 
     return Turns()
@@ -361,6 +374,7 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
         if key in batch
     }
     policy_loss(now, now.detach(), _answers_of(batch["advantages"], lengths, new)).backward()
+    # A bound of infinity clips nothing: the norm alone is wanted.
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
     off = {
         **{

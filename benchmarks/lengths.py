@@ -31,6 +31,7 @@ def draw_lengths(profile: Profile, count: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     normal = [generator.gauss(0.0, SPREAD) for _ in range(count)]
     low, high = 0.0, math.log(profile.longest) + 4 * SPREAD
+    # Bisection: the mean grows with the middle.
     for _ in range(40):
         middle = (low + high) / 2
         if sum(_cut(middle, value, profile) for value in normal) < profile.mean * count:

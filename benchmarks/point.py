@@ -41,6 +41,7 @@ class Metric:
         """Median, smallest, largest and number of the samples, and the distance of their quartiles over the
         median, ready for JSON."""
         middle = statistics.median(self.samples)
+        # Quartiles need two samples. Inclusive ones stay among the samples, however few there are.
         lower, _, upper = (
             statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
         )

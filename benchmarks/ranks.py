@@ -55,7 +55,9 @@ class Ranks:
 def in_processes(world: int, device: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(*arguments)`` in a new process for each rank, with the variables of torchrun; a worker joins
     its group by itself."""
+    # CUDA cannot be used in a fork of a process that has used it already.
     context = multiprocessing.get_context("spawn")
+    # The port is free again when this is closed, and rank 0 binds it shortly after.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -65,6 +67,7 @@ def in_processes(world: int, device: str, function: Callable[..., Any], *argumen
     ]
     for process, (_, there) in zip(started, pipes, strict=True):
         process.start()
+        # The rank alone keeps its end, so that its death reads as the end of the pipe.
         there.close()
     try:
         answers = [
@@ -118,5 +121,6 @@ def _serve(
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         answers.send((True, function(*arguments)))
         dist.destroy_process_group()
+    # SystemExit too: of a rank without an answer nobody learns the reason.
     except BaseException:
         answers.send((False, traceback.format_exc()))

@@ -43,6 +43,7 @@ def page(results: Sequence[Result]) -> str:
 
 def _where(results: Sequence[Result]) -> str:
     """Machines, versions and commits, each set once."""
+    # Not a set: the rows keep the order of the results.
     rows = dict.fromkeys(_surroundings(result) for result in results)
     head = (
         "processor",

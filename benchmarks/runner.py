@@ -82,14 +82,17 @@ def run_cases(
 
 def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], str | None]:
     """Return points of a case and, where it failed, why."""
+    # A new interpreter: no case finds what another has imported, allocated or set.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     points: list[Point] = []
+    # What libraries print need not be UTF-8, and a process that is killed may stop within a character.
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
         process = context.Process(target=_serve, args=(case, quick, options, there, output.name))
         # read by a process when it starts
         with env.variables(_STEADY_MALLOC):
             process.start()
+        # Otherwise the death of the process would not end the pipe here.
         there.close()
         try:
             error = _receive(here, points)
@@ -104,6 +107,7 @@ def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], st
 
 def _receive(results: Connection, points: list[Point]) -> str | None:
     """Add points as they come; at the end what went wrong, if anything did."""
+    # One limit for the whole case, not one for each point.
     deadline = time.monotonic() + CASE_SECONDS
     while results.poll(max(0.0, deadline - time.monotonic())):
         message = results.recv()
@@ -116,6 +120,7 @@ def _receive(results: Connection, points: list[Point]) -> str | None:
 def _serve(case: Case, quick: bool, options: Options, results: Connection, output: str) -> None:
     """In the case's process: send every point as it comes, then None, or what went wrong. What libraries
     print goes to a file."""
+    # Descriptors and not sys.stdout: libraries in C write to them as well.
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -138,6 +143,7 @@ def _end(process: Any) -> None:
     if not process.is_alive():
         return
     with contextlib.suppress(psutil.NoSuchProcess):
+        # Before the process itself: once it is gone, they are no longer found below it.
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -62,10 +62,12 @@ def compare_steps(
     with collector_off():
         for turn in range(WARM_UP + repeats):
             for side, step in actions.items():
+                # Otherwise a rank would also be charged for what another was late with.
                 dist.barrier()
                 with measured.spent[side].repeat(turn >= WARM_UP, clock):
                     loss = step()
                 measured.losses[side].append(loss)
+            # Between turns, where no side's clock runs.
             gc.collect()
     worker.backend.close()
     return measured
@@ -96,6 +98,7 @@ def _rivals(
         bare = BareLoop(model, work.rows // work.micro_batches, device) if dist.get_rank() == 0 else None
         found["bare"] = (lambda: bare.step(batch)) if bare is not None else (lambda: 0.0)
     if "fsdp2" in names:
+        # FSDP2 divides the rows over all ranks, whatever the layout of the worker.
         sharded = FSDP2Loop(model, max(1, work.rows // layout.ranks // work.micro_batches), device)
         found["fsdp2"] = lambda: sharded.step(batch)
     return found
@@ -143,6 +146,7 @@ def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
     """
     losses = dict(ranks[0].losses)
     if "fsdp2" in losses:
+        # FSDP2's ranks know a share of the loss each, those of the worker the whole one.
         losses["fsdp2"] = [sum(step) for step in zip(*(rank.losses["fsdp2"] for rank in ranks), strict=True)]
     worker = losses.pop("worker")
     found = max(
@@ -154,5 +158,6 @@ def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
         default=0.0,
     )
     assert found < TOLERANCE[device], f"losses differ by {found:.2e}: worker {worker}, others {losses}"
+    # Sides that all fail to train would agree as well.
     assert worker[-1] < worker[0], f"training on one batch did not lower its loss: {worker}"
     return found

@@ -56,6 +56,7 @@ def measured_usage() -> Iterator[Usage]:
         with _Unreported() as unreported:
             yield usage
     finally:
+        # Before the figures: CPU seconds of children count once somebody has waited for them.
         _end_orphans(before)
         _adopt_orphans(False)
         usage.wall, usage.cpu = time.monotonic() - begun, _own_cpu() - used + unreported.seconds
@@ -119,6 +120,8 @@ def _unreported() -> dict[tuple[int, float], float]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
             if _ignores_children(process.ppid()):
+                # Numbers of ended processes are given out again, so that the time of birth belongs to the
+                # key; of the times, user and system with those of children that were waited for.
                 found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
     return found
 
@@ -127,6 +130,7 @@ def _ignores_children(pid: int) -> bool:
     """Return whether a process does not want to know when its children end."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    # The mask's lowest bit is signal 1.
     return bool(int(ignored, 16) >> (signal.SIGCHLD - 1) & 1)
 
 

@@ -45,6 +45,7 @@ _FRONTS = {
     "model.": "AutoModel, whose models have no output layer",
     "base_model.model.": "a model inside PEFT's",
 }
+# of the strange names: a few may be unknown for a reason of their own
 _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
@@ -183,6 +184,7 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
     """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of
     an expected name."""
+    # ``model`` is a part of most expected names; it counts as a wrapper only in front of them, below.
     yield from ((word,) for word in _WRAPPERS if word != "model")
     fronts = set[str]()
     for each in ("model.norm.weight", "model.embed_tokens.weight"):
@@ -224,6 +226,7 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     """Return whether two matrices hold the same bits, in bounded memory."""
+    # Headers are checked without torch, whose import takes seconds.
     import torch
 
     if (
@@ -233,6 +236,7 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     ):
         return False
     for start, stop in row_ranges(source.shape(first), source.dtype(first).itemsize):
+        # As bytes: a NaN is equal to itself, and -0 differs from 0.
         one, other = (source.read(name, (slice(start, stop),)).view(torch.uint8) for name in (first, second))
         if not torch.equal(one, other):
             return False
@@ -276,6 +280,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
                 "need no "
                 "counterpart"
             ),
+            # A key that stacks layers is missing once, not for each layer.
             list(dict.fromkeys(problems)),
         )
     return rules, tuple(left_out)

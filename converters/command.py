@@ -25,6 +25,7 @@ from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOpt
 
 MEGARL, MEGATRON_LM = "megarl", "megatron-lm"
 Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
+# 128 + SIGINT, as a shell reports it
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
@@ -257,6 +258,7 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
             from converters.family_file import load_family_file
 
             load_family_file(file)
+        # Before anything of the checkpoint is read, since the readers trust what they find.
         _require_signed(arguments)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
@@ -276,6 +278,7 @@ def quiet_without_reader(command: Callable[[], int]) -> int:
     try:
         try:
             code = command()
+        # argparse prints --help and exits: its text is flushed here, where a broken pipe is caught.
         except SystemExit:
             _flush_output()
             raise
@@ -299,6 +302,7 @@ def _is_unread(stream: TextIO) -> bool:
     matter."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
+    # The writing end of a pipe reports POLLERR once the reader is gone.
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
@@ -330,6 +334,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    # Python sets signal handlers in the main thread only; in another one the caller's stay.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -341,6 +346,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _import(arguments: argparse.Namespace) -> Answer:
+    # Each action imports what it needs, so that --help and ``families`` start without torch.
     from converters.checkpoint.quantized import open_dequantized
     from converters.foreign.arguments import import_for_megatron_lm
     from converters.importing import import_model, plan_import
@@ -539,6 +545,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
         )
     key = read_key(arguments.signing_key)
     for directory in found:
+        # The optimizer's state is most of the bytes, and hashed only where it is read.
         require_signed(
             directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS
         )

@@ -106,6 +106,7 @@ def _hold_the_same(one: Path, other: Path) -> bool:
         left, right = (read_json_object(path) for path in (one, other))
     except ConversionError:  # one holds something else than an object
         return False
+    # Each save writes its own version there, which says nothing of the model.
     return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 
@@ -169,6 +170,7 @@ def _content_differences(
         if bool(differing.any()):
             found.add(start, differing)
             distance = (values[0].double() - values[1].double()).abs()[differing]
+            # A NaN on one side alone has no distance: it counts as the largest one.
             largest = max(largest, float(distance.nan_to_num(float("inf")).max()))
     if found.count:
         yield Difference("values", left.name, f"{found.said('')}, by at most {largest:.6g}")
@@ -219,6 +221,7 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
             rows = model.read(tensor, start, stop)
             not_finite.add(start, rows.isfinite().logical_not())
             if record is not None:
+                # To the recorded dtype and back: what changes on the way was not imported from it.
                 before = cast(rows, dtype)
                 exact = exact and not bool(unequal(cast(before, stored), rows).any())
                 hashes.update(name, before)

@@ -233,6 +233,7 @@ class Conversion(ABC):
             self._held.update(before, part.name, values, rows.start + first)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
             hashes.update(part.name, values, rows.start + first)
+            # Widens, without loss, where other layers of the stack have a wider dtype.
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
@@ -282,6 +283,7 @@ class Conversion(ABC):
             digests.update(record["digests"])
             before.update(record["before"])
             not_finite += record["not_finite"]
+        # First, because what ``write_rest`` adds makes the directory a checkpoint that loads.
         self._held.refuse_changed(digests, before)
         notes = {**self._narrowing.summary(), **not_finite_note(not_finite), **self._plan.notes}
         self.write_rest(digests, notes)

@@ -132,6 +132,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
         for tensor in tensors
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    # Tensors begin at a multiple of 8 bytes, as the format asks for; the header may end in spaces.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -150,6 +151,7 @@ def is_hf_directory(directory: Path) -> bool:
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
     others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
+    # Further directories may be a user's own; such a target is not replaced.
     return "config.json" in names and holds_weights and not others
 
 
@@ -198,6 +200,7 @@ class ExportPlan(Plan):
             [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
             for tensor in self.written
         ]
+        # Where everything fits into one file, another bound changes no byte.
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
         begun = self.model.begun.source.identity() if isinstance(self.model, Completed) else []
@@ -396,6 +399,7 @@ def export_model(
         raise ConversionError(
             f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
         )
+    # With parts any machine may be the last one, which writes all files but the weights.
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
     return convert(
         lambda staging: _Export(plan, staging, options),
@@ -422,6 +426,7 @@ class _Export(Conversion):
             checkpoint.manifest,
             checkpoint.directory,
         )
+        # For writing, and for reading back what an earlier run has written.
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
         self._tensors = {tensor.key: tensor for tensor in plan.written}
@@ -429,8 +434,10 @@ class _Export(Conversion):
         self.files = [[tensor.key for tensor in tensors] for tensors in plan.files.values()]
         for number in filter(options.has, range(len(self.files))):
             path, header, length = self._file(number)
+            # A file that is there keeps its bytes: they may be finished work.
             path.touch(0o644)
             with self._opened.use(path) as descriptor:
+                # The full length at once, as a hole, so that threads write at their offsets in any order.
                 os.ftruncate(descriptor, length)
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
@@ -498,6 +505,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
         (directory / "config.json").write_text(
             json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8"
         )
+    # After the comparison of the bytes above, because this may change them.
     write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
     tensors = {
@@ -508,6 +516,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
+    # Now that the files are as they will stay.
     files = file_hashes(directory)
     ConversionManifest(
         source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files

@@ -120,6 +120,7 @@ class ImportPlan(Plan):
         """Item files: name and parameters."""
         goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
         files: list[tuple[str, list[Rule]]] = []
+        # Full from the start, so that the first parameter opens a file.
         filled = goal
         for rule in self.rules:
             if filled >= goal:
@@ -290,6 +291,7 @@ class _Import(Conversion):
 
     def __init__(self, plan: ImportPlan, common_state: Mapping[str, Any] | None, staging: Staging) -> None:
         directory = plan.model.source.directory
+        # Of a source that an export has written: its other files have to be those that it wrote.
         manifest = read_manifest(directory)
         if manifest is not None:
             refuse_changed_files(directory, directory, manifest.files)
@@ -341,6 +343,7 @@ class _Import(Conversion):
                 file.add(
                     chunk.key,
                     chunk.offsets,
+                    # An item has all dimensions of the stored tensor, of size 1 over layers and experts.
                     tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape),
                 )
         finally:
@@ -355,6 +358,7 @@ class _Import(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
+        # In the order of the plan, not of the threads: the index has to come out the same.
         items = list[StoredItem]()
         for name in self.pieces:
             items += map(_item, self.finished[name]["items"])
@@ -365,6 +369,7 @@ class _Import(Conversion):
         copy_artifacts(source.directory, beside)
         # The copy is compared and not the source, which could still change between the two.
         refuse_changed_config(beside, plan.config_hash, source.directory)
+        # After the comparison, because it changes the file.
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
         tensors, places = {}, {}
@@ -382,5 +387,6 @@ class _Import(Conversion):
 
 
 def _item(described: Sequence[Any]) -> StoredItem:
+    # A record has been through JSON, which turns tuples into lists.
     key, offsets, sizes, *place = described
     return StoredItem(key, tuple(offsets), tuple(sizes), *place)

@@ -86,6 +86,7 @@ class MegatronCheckpoint:
 
     def identity(self) -> list[Any]:
         """Changes when the weights do: name, size and time of change of each file."""
+        # The optimizer's weights change with its own files.
         places = [
             self.directory,
             *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory)),
@@ -117,10 +118,12 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     )
     described = read_architecture(config, options.ignored_config_keys)
     architecture = as_stored(described, tensors)
+    # Before anything is sized by the config.
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
     made = hf_directory is None
+    # A manifest has the hashes of the model's own weights, not of the optimizer's.
     manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
     return MegatronCheckpoint(
         directory,
@@ -198,6 +201,7 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
 
 
 def _stored_config(directory: Path, given: Path) -> Path | None:
+    # the checkpoint's own config first, then one that a trainer keeps for all of its checkpoints
     places = (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY)
     return next((place for place in places if (place / "config.json").is_file()), None)
 
@@ -210,6 +214,7 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
             f"{hf_directory} already says which config and tokenizer belong to the model",
             "leave --tokenizer out",
         )
+    # A model that sees keeps what belongs to its text in a config of its own.
     said = (config.get("text_config") or config).get("vocab_size")
     if options.vocab_size not in (None, said):
         raise ConversionError(

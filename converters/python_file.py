@@ -39,6 +39,7 @@ def module_of_file(path: Path) -> ModuleType:
         code = compile(text, str(path), "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
         raise PythonFileError(f"cannot be read as a Python file ({error})") from error
+    # With a hash of path and text: a changed file is another module, and equal names do not collide.
     name = f"user_file_{path.stem}_{hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]}"
     if name in _MODULES:
         return _MODULES[name]
@@ -48,6 +49,7 @@ def module_of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     directory = str(path.absolute().parent)
     if directory not in sys.path:
+        # At the end: what is in its directory must not take the place of an installed module.
         sys.path.append(directory)
     try:
         _refuse_others_names(text, path.absolute().parent)
@@ -105,6 +107,7 @@ def _imported_names(text: bytes) -> Iterator[str]:
 
 def _origin_of(name: str) -> str:
     """Return the file that an import of a name would take, or in words what else."""
+    # The file may be newer than what importlib remembers of the directory.
     importlib.invalidate_caches()
     found = getattr(sys.modules[name], "__file__", None) if name in sys.modules else None
     if name not in sys.modules:

@@ -149,6 +149,7 @@ ComputeLogprobs = Callable[[Path, Tensor], Tensor]
 0, by Megatron-Core."""
 LOGPROB_BOUND = 1e-5
 """Largest difference of a log-probability in float32."""
+# no divisor of the tiny vocabulary, so that there is padding to add and to take off again
 _VOCABULARY_MULTIPLE = 4
 _TOKENS = (3, 17)
 

@@ -131,6 +131,7 @@ def save_random(
         model = AutoModelForCausalLM.from_config(
             make_hf_config(config), dtype=torch.float32, experts_implementation="eager"
         )
+        # Fresh norms are ones and fresh biases zeros, so that two of them could change places unseen.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(_random(parameter))
@@ -180,4 +181,5 @@ def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _random(like: Tensor) -> Tensor:
     noise = torch.randn(like.shape) * 0.2
+    # Vectors are mostly norms, and around 1 they keep the activations in range.
     return 1.0 + noise if like.dim() == 1 else noise

@@ -50,6 +50,7 @@ class Untouched:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors, bit for bit."""
+        # A plain source: these go back as they are stored, neither dequantised nor adapted.
         source = HuggingFaceSource(self._directory)
         for name in self._names:
             yield name, source.read(name)
@@ -90,6 +91,7 @@ class Completed(MegatronModel):
                 "the checkpoint's",
                 "give the directory of the model that was trained",
             )
+        # With the layers that predict, which the trained checkpoint lacks.
         super().__init__(trained.checkpoint, begun.architecture)
         self.begun = begun
         self._prefixes = tuple(_prefixes(begun.architecture))

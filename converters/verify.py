@@ -51,6 +51,7 @@ def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> It
     except ConversionError as error:
         for detail in error.details or (error.what,):
             yield Difference("keys", opened.path.name, detail)
+        # Without the right names and shapes nothing below can be read.
         return
     if isinstance(opened.model, MegatronModel) and not (
         opened.megatron is not None and opened.megatron.padding_is_free

@@ -384,6 +384,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
         strangers = arguments.strangers
+        # Once more without them: the value of an unknown option may have passed for CONFIG.
         arguments, rest = parser.parse_known_args(words)
         arguments.strangers = strangers
     positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
@@ -421,6 +422,7 @@ def _is_algorithm(word: str) -> bool:
 
 
 def _is_override(word: str) -> bool:
+    # A path may have = in its name: a file that exists is no override.
     return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
 
 
@@ -437,6 +439,7 @@ def _without_options(
     taken: list[tuple[str, object]] = []
     kept: list[str] = []
     values: list[str] | None = None
+    # The word at the end closes an option whose values stand last.
     for word in [*words, "-"]:
         if values is not None and (
             (word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)
@@ -620,6 +623,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if doubt is not None:
         print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
+    # After the lines above, because it imports all that trains.
     from megarl.run.run import run
 
     return int(run(config, stop_at=arguments.stop_at) or 0)
@@ -627,6 +631,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
+    # As quoted texts: a path may look like another value to YAML.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     if arguments.adapter is not None:
         # whatever the configuration would train: only the sum is evaluated

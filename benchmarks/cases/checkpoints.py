@@ -85,6 +85,7 @@ def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
         stalls, copies, behind = Spent(), Spent(), []
         with collector_off():
             for turn in range(2 if quick else 4):
+                # The first turn does not count: it makes what the later ones have.
                 with stalls.repeat(turn > 0):
                     path, write = _begin(worker, manager, memory, 2 + turn, len(content))
                 behind.append(write.wait(_LONGEST_S))

@@ -116,6 +116,7 @@ def _write(path: Path, rows: int) -> Path:
 
 
 def _apart(action: Any, *arguments: Any) -> Start:
+    # spawn, because a forked process would have the imports and the memory of this one.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(action, arguments)
 

@@ -51,6 +51,7 @@ def measure(quick: bool) -> Iterator[Point]:
         if find_spec("trl")
         else "a loop by hand (TRL is not installed: pip install 'megarl-trainer[bench]')"
     )
+    # Two pools, of which a rank each runs at the same time without being in one group.
     with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks, Ranks() as others:
         root, count = Path(temporary), 4 if quick else 32
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)
@@ -94,6 +95,7 @@ def _model(directory: Path, parts: int = 1) -> Path:
         size: -(-sizes[size] // parts)
         for size in ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     }
+    # Heads keep their size where there are fewer: by default it would follow from their number.
     tiny.save_model(
         directory, 64, **{**sizes, **divided}, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"]
     )
@@ -138,6 +140,7 @@ def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) ->
     from benchmarks.grpo_sides import TRL, ByHand, Ours, assert_same
 
     ours = Ours(config, task, on_policy)
+    # Before the first step, while both have the weights on disk.
     off = assert_same(ours, AutoModelForCausalLM.from_pretrained(task.model).float())
     other = TRL(task) if find_spec("trl") else ByHand(task)
     lengths: list[int] = []
@@ -209,10 +212,12 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
             dist.barrier()
             results.append(ours.step(turn >= WARM_UP)[1])
             gc.collect()
+        # A step of its own, since recording takes time too.
         with collectives.Recorded() as recorded:
             ours.step(counts=False)
         alone = collectives.send(recorded.found, repeats)
     ours.worker.backend.close()
+    # Numbers of the first step: later ones have grown the rounding of sums in another order.
     return {
         "ours": ours.phases.spent,
         "collectives": alone,
@@ -255,6 +260,7 @@ def _of_layout(
         AssertionError: loss or gradient norm of the first step differ by more than rounding.
     """
     pairs = zip(ranks[0]["numbers"], alone[0]["numbers"], strict=True)
+    # A loss near 0 has no relative difference that says anything.
     off = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
     assert off < LOSS_TOLERANCE, (
         f"loss and gradient norm {ranks[0]['numbers']} are not those of one rank, {alone[0]['numbers']}"

@@ -272,6 +272,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
     architecture = architecture_of(layout)
     padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
     shapes = {tensor.name: tensor for tensor in manifest.tensors}
+    # Ranks behind these have the same places again.
     ranks = range(math.lcm(layout.tensor, layout.expert, layout.engine))
     everybody = {
         Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks
@@ -290,6 +291,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
         holders = cut * (layout.expert if of_expert else 1)
         sources = {Reach.OWN: 1, Reach.TENSOR: cut, Reach.ALL: holders}[reach]
         nbytes = sum(shapes[part.name].nbytes for part in rule.parts)
+        # A rank has one of the equal shards already.
         gathered += nbytes * (sources - 1) // sources
         whole += nbytes * (holders - 1) // holders
     names = {name for slices in wanted for name in slices}
@@ -406,6 +408,7 @@ def driver_of(
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.slices import slices_digest
 
+    # Without its constructor, which starts workers.
     policy = object.__new__(Policy)
     slices = slices or ({},) * engine_ranks
     digests = [slices_digest(own) for own in slices]

@@ -84,6 +84,7 @@ VIEWS = frozenset(
         "view_as",
     )
 )
+# Each gives the host a number, or makes a tensor whose shape depends on values.
 HANDED_OVER = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"))
 
 
@@ -97,6 +98,7 @@ class Count:
 
 def _place() -> str:
     """Return the line of this project or of Megatron-Core that called torch."""
+    # Without the frames of this function and of the mode that called it.
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/torch/" not in frame.filename and not frame.filename.endswith(
             ("benchmarks/cases/operations.py", "cuda_redirect.py")
@@ -116,6 +118,7 @@ class _Operations(TorchDispatchMode):
         name = func.name().split("::")[1].split(".")[0]
         if name in HANDED_OVER:
             self._count.syncs[_place()] += 1
+        # _local_scalar_dense copies a number and launches no kernel.
         if name not in VIEWS and name != "_local_scalar_dense":
             self._count.operations[name] += 1
         return func(*args, **(kwargs or {}))
@@ -178,6 +181,7 @@ def measure(quick: bool) -> Iterator[Point]:
             }
     finally:
         pool.close()
+    # Yielded before they are checked: a result that fails still shows its counts.
     for sequences, found in counts.items():
         yield Point(
             {"sequences": sequences, "tokens": TOKENS},
@@ -337,6 +341,7 @@ def _counted_of(worker: Any, config: PolicyConfig, sequences: int) -> dict[tuple
 
 
 def _warm_count(call: Callable[[], Any]) -> Count:
+    # The first call makes caches and buffers that later ones find.
     call()
     with counting() as count:
         call()
@@ -438,6 +443,7 @@ def _runs(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _whole(run: Sequence[Tensor]) -> list[Tensor]:
+    # [T, H, D] to [1, H, T, D].
     return [tensor.transpose(0, 1)[None].contiguous() for tensor in run]
 
 
@@ -449,6 +455,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _pull_back(ctx: Any, gradient: Tensor, unused: Tensor) -> tuple[Any, ...]:
     query, key, value, output, logsumexp, offsets = ctx.saved_tensors
+    # Offsets and scale have no gradient.
     return (*_backward(gradient, query, key, value, output, logsumexp, offsets, ctx.scale), None, None)
 
 

@@ -159,6 +159,7 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         target=_handover_engine, args=(there, senders["refit"].manifest.description()), daemon=True
     )
     engine.start()
+    # Its start is not measured.
     connection.recv()
     actions = {
         "flat": lambda: target.copy_(weights.flat),
@@ -197,6 +198,8 @@ def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -
 
 
 def _one_handle_each(weights: dict[str, Tensor], connection: Connection) -> None:
+    # Clones: share_memory_ works in place, and a weight that is shared already would cost nothing the next
+    # time.
     copies = {name: tensor.clone().share_memory_() for name, tensor in weights.items()}
     connection.send(("handles", bytes(ForkingPickler.dumps(copies))))
     _expect(connection, "read")
@@ -248,6 +251,7 @@ def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     made: list[WeightBroadcaster] = []
 
     def first() -> None:
+        # Made while memory is measured, since it takes the buffers.
         made.append(WeightBroadcaster(group, manifest))
         _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0))
 

@@ -67,6 +67,7 @@ def measure(quick: bool) -> Iterator[Point]:
         ]
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             model_config.save_pretrained(directory)
+            # No weights on disk and no tokenizer: the reload brings all weights.
             options = {
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
@@ -77,6 +78,7 @@ def measure(quick: bool) -> Iterator[Point]:
                 model=directory, dtype="bfloat16", kv_cache_memory_bytes=2**24, **options
             ).create_engine_config()
             stack.enter_context(set_current_vllm_config(config))
+            # vLLM's groups are made once a process, for both sizes.
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{Path(directory) / 'store'}", 0, "gloo")
                 initialize_model_parallel(1)
@@ -103,10 +105,12 @@ def _metrics(model: Any, model_config: Any, tensors: Sequence[TensorInfo], repea
     }
     calls, found = {}, {}
     for name, way in ways.items():
+        # vLLM's reload calls this function once for every call of a loader.
         with mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as loader:
             way()
         calls[name] = loader.call_count
         found[name] = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        # So that the second way cannot pass with what the first has left.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -127,6 +131,7 @@ def _reload(model: Any, model_config: Any, stacks: Any, weights: Sequence[tuple[
     """A refit as an engine's rank on the policy's device does it."""
     from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
 
+    # Without its constructor: the attributes below are all that loading uses.
     engine: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
     engine.model, engine.model_config, engine.device = model, model_config, torch.device("cpu")
     engine._stacks, engine._reads = stacks, {}

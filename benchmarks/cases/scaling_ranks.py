@@ -41,6 +41,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
                 measured = ranks.run(
                     layout.ranks, compare_steps, policy, work, layout, ("fsdp2",), repeats, options.device
                 )
+                # The first layout is that of one rank.
                 alone = alone or measured
                 yield Point(
                     {"backend": backend, "ranks": layout.ranks}, _metrics(measured, alone, options.device)

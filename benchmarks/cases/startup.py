@@ -248,10 +248,12 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as said:
+        # In a session of its own, so that a kill reaches all that it started.
         process = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         if ends:
+            # os.times counts children that were waited for.
             code = process.wait(_LONGEST)
             wall, after = time.perf_counter() - started, os.times()
             cpu = after.children_user + after.children_system - before.children_user - before.children_system
@@ -277,6 +279,7 @@ def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tupl
         if time.perf_counter() - looked > _LOOK_EVERY:
             _look(root, seen)
             looked = time.perf_counter()
+        # It may end right after it has written the sign.
         if process.poll() is not None and not (sign.is_file() and sign.stat().st_size):
             code = process.returncode or 1
             break
@@ -296,6 +299,7 @@ def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
                 times, before = each.cpu_times(), seen.get(each.pid, ("", 0.0))[0]
                 # a worker that has ended and was not waited for has no command line
                 is_worker = before == "workers" or "WorkerShell" in " ".join(each.cmdline())
+                # Without the seconds of its children, each of which is seen itself.
                 seen[each.pid] = (
                     "driver" if each == root else "workers" if is_worker else "ray",
                     times.user + times.system,

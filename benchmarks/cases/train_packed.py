@@ -49,6 +49,7 @@ def measure(quick: bool) -> Iterator[Point]:
 def scaled_lengths(profile: str) -> list[int]:
     """``ROWS`` lengths of a profile, shrunk to ``LONGEST``."""
     chosen = PROFILES[profile]
+    # A sequence of one token has no target.
     return [max(2, length * LONGEST // chosen.longest) for length in draw_lengths(chosen, ROWS, seed=0)]
 
 
@@ -114,9 +115,11 @@ def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: i
             "sample_mask": torch.ones(ROWS),
         }
     )
+    # One worker for all ways, on the same weights; it reads how to batch from its configuration at each call.
     worker = MegatronPolicyWorker(configs[0], None, init_reference_model=False)
     shards = [shard_batch(batch, config, 1, phase="train", global_batch=ROWS).shards[0] for config in configs]
     measured: dict[str, list[float]] = {key: [] for way in WAYS for key in (way, f"{way}_loss")}
+    # Losses first, since a step changes the weights.
     with collector_off():
         for way, config, shard in zip(WAYS, configs, shards, strict=True):
             worker.cfg = config

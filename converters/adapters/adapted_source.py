@@ -66,6 +66,7 @@ class AdaptedSource(HuggingFaceSource):
         box = self.box(name, slices)
         tensor, place = members[0]
         (first, last), others = box[0], tuple(slice(start, stop) for start, stop in box[1:])
+        # A tensor by itself: only what is wanted of it is read.
         if place.index is None and place.shape == tensor.shape and tensor.name in self.adapter.factors:
             # A plain matrix: no column of the product depends on another, so only the wanted box is read and
             # merged.
@@ -77,6 +78,7 @@ class AdaptedSource(HuggingFaceSource):
         for tensor, place in members:
             if place.index is None or first <= place.index < last:
                 block = whole if place.index is None else whole[place.index - first]
+                # rows_in goes on to the end of the stored tensor, which may hold others behind.
                 rows = rows_in(block, place)[: tensor.shape[0]]
                 rows.copy_(self.adapter.merge(tensor.name, rows.contiguous(), 0, torch.float32))
         wanted = whole if is_stack else whole[first:last]

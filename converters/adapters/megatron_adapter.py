@@ -353,6 +353,7 @@ class MegatronAdapter:
                 "whether its release did",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
+        # Last, because it reads every value.
         if manifest is not None and blocks is not None:
             require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
 
@@ -482,6 +483,7 @@ class MegatronAdapter:
             )
 
     def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
+        # The base may be stored either way, however the adapters are.
         base = {
             stored_place(rule, self._architecture, stacked=stacked).key
             for rule in all_rules(self._architecture)

@@ -83,6 +83,7 @@ class AdapterPlan:
     def notes(self) -> dict[str, Any]:
         """Return what the conversion says of itself."""
         layers = "stacked" if self.stacked else "apart"
+        # Megatron-Bridge divides alpha by the stored rank, so that alpha grows with the number of blocks.
         alpha = self.scaling * self.stored_rank
         return {
             FORM_NOTE: self.form,
@@ -110,6 +111,7 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
     problems = list(_without_form(adapter, {part.name for rule in rules for part in rule.parts}))
     if problems:
         raise ConversionError(f"the adapter in {directory} has no exact form in Megatron", _FIX, problems)
+    # ``_without_form`` has made sure that rank and scale are the same for all.
     one = next(iter(adapter.factors.values()))
     form = SHARED if all(_is_shared(adapter, rule) for rule in rules) else BLOCKS
     return AdapterPlan(
@@ -140,6 +142,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
     }
     with Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint) as staging:
         hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
+        # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; this is the only one.
         file = ItemFile(staging.directory / "__0_0.distcp")
         tensors: dict[str, StoredTensor] = {}
         object_names: list[str] = []
@@ -201,6 +204,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
     first, *others = (adapter.factors.get(part.name) for part in rule.parts)
     if first is None or None in others:
         return False
+    # Bits, not values: a NaN is equal to itself, and -0 is not 0.
     expected = bytes_of(adapter.source.read(first.down))
     return all(bytes_of(adapter.source.read(other.down)) == expected for other in others if other is not None)
 
@@ -209,6 +213,7 @@ def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
     """Return whether every layer has the same adapters, and layers of the model are stacked at all."""
     if not is_stacked(architecture):
         return False
+    # A stacked tensor has a place for each layer, so none may be without the adapter.
     places = [stored_factor(rule, architecture, "linear_in", stacked=True) for rule in rules]
     layers = Counter(place.key for place in places)
     return all(layers[place.key] == place.grid[0] for place in places if place.grid)
@@ -218,6 +223,8 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
     """Yield both factors of a layer; what they are made of goes into the hashes."""
     source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
     dtype = source.dtype(next(one.down for one in found if one is not None))
+    # Zeros in the ranks of other parts, and for parts without an adapter: the product is then that of each
+    # part alone.
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
     up = torch.zeros(rows_of(rule), plan.stored_rank, dtype=dtype)
 
@@ -231,6 +238,7 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
         if factors is not None:
             start, stop = block(number, plan.rank, plan.form)
             down[start:stop], ups[number] = read(factors.down), read(factors.up)
+    # Rows of a fused layer alternate between its parts, such as query, key and value by group.
     for run in runs_of(rule, plan.architecture.head_dim, 0):
         if run.part in ups:
             start, stop = block(run.part, plan.rank, plan.form)

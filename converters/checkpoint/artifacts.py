@@ -79,6 +79,7 @@ def _stays(path: Path, directory: Path) -> bool:
     """Return whether a link leads to a file inside the directory, where the links of the hub's cache lead, or
     beside the weights to which links of the directory lead: a directory of links stands for another one."""
     inside = [directory.resolve()]
+    # The hub's cache has links in snapshots/COMMIT/ to files in blobs/.
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parent.parent / "blobs")
     place = path.resolve()
@@ -103,6 +104,7 @@ def copy_artifacts(source: Path, target: Path) -> None:
     for path in artifacts(source):
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
+        # Follows links: a copy never points into the hub's cache.
         shutil.copyfile(path, place)
 
 

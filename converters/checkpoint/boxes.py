@@ -92,6 +92,7 @@ def read_box(
         begin = (
             offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
         )
+        # ``flat`` is a view of ``out``: bytes are read in place.
         read_bytes(descriptor, begin, flat[position : position + run], what)
         position += run
     return out
@@ -124,6 +125,7 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
     """Write a contiguous tensor at a position of a file."""
     view, done = bytes_of(data), 0
     while done < len(view):
+        # One call may write less than it is given, and at most 2 GiB on Linux.
         done += os.pwritev(descriptor, [view[done:]], offset + done)
 
 

@@ -49,5 +49,7 @@ def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
     # Without payload it would be an infinity.
     payload = torch.where(payload == 0, 2 ** (wanted_mantissa - 1), payload)
     width = 8 * dtype.itemsize
+    # All bits of the exponent, which makes a NaN of any payload.
     exponent = 2 ** (width - 1) - 2**wanted_mantissa
+    # The sign has the negative weight of two's complement, so that float64 stays within int64.
     return (payload + exponent + (bits < 0).to(torch.int64) * -(2 ** (width - 1))).to(wanted).view(dtype)

@@ -75,6 +75,7 @@ class ConversionManifest:
     @property
     def excused(self) -> tuple[str, ...]:
         """Patterns of the names that need no counterpart, since the conversion was excused from them."""
+        # These are matched as patterns later, in which a name may have brackets.
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
@@ -82,6 +83,7 @@ class ConversionManifest:
         layers; ``stored`` if none did."""
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
+        # A dtype that does not fit into ``stored`` cannot have been widened to it.
         return before if torch.promote_types(before, stored) == stored else stored
 
     def write(self, directory: Path) -> None:
@@ -147,6 +149,7 @@ def read_manifest(directory: Path) -> ConversionManifest | None:
         return _MANIFEST.validate_python({**content, **content.get("excused", {})})
     except FileNotFoundError:
         return None
+    # It is a ValueError, which a later clause would call damage.
     except ConversionError:
         raise
     except ValidationError as error:
@@ -274,6 +277,7 @@ class HeldAgainst:
             for name, record in self._records.items()
             if (before if name in self._cast else written)[name] != record.sha256
         ]
+        # A manifest lists every tensor that was there, so that another one was added later.
         changed += [f"{name}, which it does not know" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
@@ -292,6 +296,7 @@ THE_REST = "the program, which lays out the same files otherwise"
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of each fact, by its name; facts are what JSON can say."""
     return {
+        # Sorted: two runs may collect the same fact in another order.
         name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest()
         for name, fact in facts.items()
     }
@@ -304,6 +309,7 @@ def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
     for rule in rules:
         # repr names every field, so that a new field of Rule changes the fingerprint without a line here.
         digest.update(repr(rule).encode())
+    # Another release may write other bytes by the same rules.
     return [tool_version(), digest.hexdigest()]
 
 

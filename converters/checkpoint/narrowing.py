@@ -85,6 +85,7 @@ class Narrowing:
                 f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype"
             )
         return (
+            # inf - inf and NaN - NaN are NaN, though nothing is lost there.
             float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
         )
 
@@ -103,6 +104,7 @@ class Narrowing:
         empty when none was."""
         if not self._errors:
             return {}
+        # Sorted, so that of equal errors the same tensor is named whichever thread was first.
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])
         return {
             "narrowed_tensors": len(self._errors),

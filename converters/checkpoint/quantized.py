@@ -34,6 +34,7 @@ GROUP = 32
 """Numbers of an MXFP4 tensor that share a scale."""
 # of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one of mantissa
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Scales are E8M0: nothing but an exponent, of this bias; 255 is its NaN.
 _EXPONENT_BIAS, _NO_NUMBER = 127, 255
 _PIECE_ELEMENTS = 2**18
 
@@ -60,6 +61,7 @@ class BlockScaled:
         scales = self._read_scale(
             (*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))
         ).float()
+        # the block of each column, counted from the first block that was read
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
@@ -98,6 +100,7 @@ class Microscaled:
                 f"{self.name} has a scale of {_NO_NUMBER}, which stands for no number",
                 "fetch the checkpoint again",
             )
+        # Bit 3 is the sign: codes 8 to 15 are the negatives of 0 to 7.
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
         inside = slice(start - groups[0] * GROUP, stop - groups[0] * GROUP)
         result = torch.empty(blocks.shape[0], stop - start, dtype=dtype)
@@ -105,6 +108,8 @@ class Microscaled:
         for first in range(0, blocks.shape[0], step):
             rows = slice(first, first + step)
             values = table[torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).int()].flatten(-2)
+            # As transformers' convert_moe_packed_tensors; a power of two loses nothing, only the last
+            # rounding may.
             values = torch.ldexp(values, (scales[rows].int() - _EXPONENT_BIAS).unsqueeze(-1))
             result[rows] = values.flatten(-2)[:, inside]
         return result.reshape(shape_of(box))

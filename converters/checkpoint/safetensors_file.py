@@ -69,6 +69,7 @@ class OpenFiles:
         try:
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino)
+            # Another inode under the same name is another save, and would mix two checkpoints.
             if self._identities.setdefault(path, identity) != identity:
                 raise ConversionError(
                     f"{path} has changed while it was in use",
@@ -102,6 +103,7 @@ class SafetensorsFile:
         self._files = files or OpenFiles()
         try:
             # the library judges the header: sizes, overlaps, holes, the length of the file
+            # framework="numpy", because "pt" imports torch.
             with safe_open(path, framework="numpy") as judged:
                 names = set(judged.keys())
         except (SafetensorError, OSError) as error:
@@ -164,6 +166,7 @@ class SafetensorsFile:
 
 
 def _read_header(descriptor: int) -> dict[str, _Entry]:
+    # The header's length is a little-endian u64; offsets of tensors count from the header's end.
     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
     header: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
     return {

@@ -35,6 +35,8 @@ _OTHER_DIRECTORIES = [
     for length, letter in enumerate(_TEMPLATES)
     for pattern in (f"{_TEMPLATES[:length]}[!{letter}]*/*", *([f"{_TEMPLATES[:length]}/*"] if length else []))
 ] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
+# Mistral's repositories have a second copy of the weights, consolidated*; an adapter is no part of the base
+# model.
 _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
 # what trainers save in pieces that no single program of transformers reads
@@ -67,6 +69,7 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
             f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
         )
     name = str(model_name)
+    # What can only be a path is never asked of the hub, whose ids are NAME or OWNER/NAME.
     if (
         isinstance(model_name, Path)
         or directory.is_absolute()
@@ -127,6 +130,7 @@ class HuggingFaceSource:
         self._files: dict[str, SafetensorsFile] = {}
         self._open_files = OpenFiles()
         self._lock = threading.Lock()
+        # ``_read_layout`` opens the single file, which is compared with what is known of it: nothing as yet.
         self._file_of: dict[str, str] = {}
         self._file_of = self._read_layout()
 
@@ -281,6 +285,7 @@ class HuggingFaceSource:
                 )
         inside = sorted(
             path.parent
+            # a directory above the model, or models--OWNER--NAME of the hub's cache
             for pattern in ("*", "snapshots/*")
             for path in self.directory.glob(f"{pattern}/config.json")
             if any(path.parent.glob("model*.safetensors"))

@@ -66,6 +66,7 @@ class Staging:
         self.target, self._part = target, part
         check_target(target, overwrite, is_ours)
         self.directory = _partial(target)
+        # Locks are siblings of the directory, which is renamed or removed while they are held.
         self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
         self._parts_lock_path = target.parent / f".{target.name}.parts.lock"
         self._journal_name = _JOURNAL if part is None else _PART_JOURNAL.format(*part)
@@ -192,6 +193,7 @@ class Staging:
                 if not self._journal.closed:
                     self._flush()
                     self._journal.close()
+            # Pieces that were read before the source changed would be mixed with later ones.
             is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)
             if not is_of_use and isinstance(error, (Exception, KeyboardInterrupt)):
                 self._remove_what_is_of_no_use()
@@ -223,6 +225,7 @@ class Staging:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def _unlock(self) -> None:
+        # Removed while it is locked: ``_lock`` notices that what it waited for is gone, and takes a new file.
         self._lock_path.unlink(missing_ok=True)
         self._lock_file.close()
 
@@ -267,6 +270,7 @@ class Staging:
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
+        # Work of other parts stays; of this one the journal alone tells what was done.
         for entry in self.directory.iterdir() if not others else [path] if records else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
@@ -383,6 +387,7 @@ def _size_on_disk(directory: Path) -> int:
 
 def put_in_place(partial: Path, target: Path) -> None:
     """Rename; an existing target steps aside first and comes back if the rename fails."""
+    # A sibling, because a rename is atomic within a file system only.
     aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
     existed = os.path.lexists(target)
     if existed:
@@ -395,4 +400,5 @@ def put_in_place(partial: Path, target: Path) -> None:
         raise
     fsync_directory(target.parent)
     if existed:
+        # The new directory is in place, so that a failure here must not fail the conversion.
         shutil.rmtree(aside, ignore_errors=True)

@@ -136,6 +136,7 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
         raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
     if max_memory is None:
         return wanted
+    # What torch and the headers hold already is part of the bound.
     resident = status_bytes("VmRSS")
     fit = (max_memory - resident) // BYTES_A_WORKER
     if fit < 1:
@@ -226,6 +227,7 @@ class Progress:
     def _write(self, now: float, terminal: bool) -> None:
         if self._stream is None:
             return
+        # What an earlier run did has taken no time in this one.
         rate = (self._done - self._skipped) / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
         line = (

@@ -39,6 +39,7 @@ def make_hf_config(content: Mapping[str, Any]) -> Any:
     options = copy.deepcopy({key: value for key, value in content.items() if key != "model_type"})
     renamed = renamed_class(content.get("model_type"))
     if renamed is not None:
+        # transformers' own class is taken, and the code that the file names is not run.
         options.pop("auto_map", None)
     return AutoConfig.for_model(renamed or content["model_type"], **options)
 

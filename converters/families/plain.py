@@ -46,7 +46,7 @@ def _no_change(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigClass:
-    """What transformers' config class of a family makes of a file.
+    """Completion of a file by transformers' config class of a family.
 
     Attributes:
         keys: beside those of ``_COMMON``: a ``_Key``, or the default of one that takes values of its kind.
@@ -128,6 +128,7 @@ def _windows(config: Config) -> None:
 
 def _qwen2_moe(config: Config) -> None:
     config["mlp_only_layers"] = config["mlp_only_layers"] or []
+    # This class writes 0 where the others have None.
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
     if config["layer_types"] is None:
         count, last = config["num_hidden_layers"], config["max_window_layers"]
@@ -341,7 +342,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
 
 
 def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozenset[str]) -> bool:
-    """Whether a key is one of the class, and its value of a kind that it takes."""
+    """Return whether a key is one of the class, and its value of a kind that it takes."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if name in _HARMLESS_IF_FALSE:
@@ -356,11 +357,12 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
         return known and type(value) in _ANYTHING.kinds
     if key is _SIZE and type(value) is int:
         return 1 <= value <= _LARGEST_SIZE
+    # type and no isinstance, because True is an int.
     return type(value) in key.kinds
 
 
 def _fits(config: Config, kind: _ConfigClass) -> bool:
-    """Whether what the class checks of its fields together, and of lists, holds."""
+    """Return whether what the class checks of its fields together, and of lists, holds."""
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     latent = _latent_widths(config) if kind.complete is _latent else {}
     if any(config[key] not in (None, size) for key, size in latent.items()):

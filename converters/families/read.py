@@ -126,6 +126,7 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
     try:
         config, config_class = _completed(hf_config)
         return _read(config, frozenset(ignore_config_keys), config_class)
+    # It is a ValueError, which the next clause would call a value of the wrong kind.
     except ConversionError:
         raise
     except _ODD_VALUE as error:
@@ -300,6 +301,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             _check_sections(options, CONFIG_MAPPING[like])
         try:
             hf_config = AutoConfig.for_model(like, **options)
+            # For its errors: some values fail only when they are written out.
             hf_config.to_dict()
         # transformers' code may raise anything on a value that it does not expect
         except (*_ODD_VALUE, StrictDataclassError) as error:
@@ -322,6 +324,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             config[key] = getattr(text, key)
     if text is not hf_config:
         config = _flattened(copy.deepcopy(dict(hf_config.to_dict())), config)
+    # ``config_like`` gave the config the model_type of another family.
     return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
 
 
@@ -419,6 +422,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     dimensions: dict[str, int] = {}
     for name, key in _DIMENSIONS.items():
         value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
+        # something to go on with, so that all problems are reported at once
         dimensions[name] = 1
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} = {value!r}: {SIZE_NEEDED}")

@@ -49,6 +49,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
         path: of the file, which may exist.
         durable: its content and its name are on the disk afterwards.
     """
+    # In the same directory, because a rename across file systems fails.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -15,6 +15,7 @@ ALGORITHM = "sha256"
 def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
     """Yield the path below ``root`` of everything that is no directory, and whether it is a regular file."""
     for directory, subdirectories, names in os.walk(root):
+        # os.walk counts a link to a directory among the directories, and does not enter it.
         for name in [*names, *subdirectories]:
             path = Path(directory) / name
             mode = path.lstat().st_mode
@@ -28,6 +29,7 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: it cannot be opened, or is a symbolic link or no file.
     """
+    # O_NONBLOCK: opening a named pipe would wait for a writer, and it is refused below.
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()

@@ -77,6 +77,7 @@ def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[
         if absent is None:
             raise
         raise ConversionError(*absent) from error
+    # It is a ValueError, which the next clause would report as damaged JSON.
     except ConversionError:
         raise
     # json gives up with a RecursionError on what nests too deeply
@@ -105,6 +106,7 @@ def check_depth(content: Any, what: str) -> None:
     Raises:
         ConversionError: it nests deeper than ``DEEPEST`` levels.
     """
+    # Level by level: a recursion would fail on just what is looked for.
     level, depth = [content], 0
     while level:
         if depth > DEEPEST:

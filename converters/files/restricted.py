@@ -90,6 +90,7 @@ def _inert(found: Any) -> Any:
         return _stand_in(
             found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given))
         )
+    # REDUCE calls the name, NEWOBJ calls its __new__ only; the stand-in answers both.
     return _stand_in(found, found, lambda cls, *given, **named: found.__new__(found, *given, **named))
 
 
@@ -191,6 +192,7 @@ def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
         ConversionError: the file is missing, damaged, or holds more than that.
     """
     try:
+        # Transformer Engine saves the extra states of its modules as memory files.
         with torch.serialization.safe_globals([io.BytesIO]):
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

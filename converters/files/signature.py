@@ -25,6 +25,7 @@ MANIFEST_NAME = "manifest.json"
 FIELD = "signature"
 SHORTEST, LONGEST = 32, 4096
 """Bytes of a key; without the blanks around it."""
+# Signed along, so that no signature that the key makes for another purpose is one of a manifest.
 _PURPOSE = b"megarl checkpoint manifest\n"
 _KIND = "hmac-sha256:"
 _SIGNED = ("version", "algorithm", "files")
@@ -67,6 +68,7 @@ def read_key(path: Path) -> bytes:
 def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
     """Return the signature of a manifest's version, algorithm and table of files."""
     signed = {name: manifest.get(name) for name in _SIGNED}
+    # One text for one content: the order of keys and blanks of the file do not count.
     text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
     return _KIND + hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()
 
@@ -76,6 +78,7 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} bears no signature, and a key is given"
+    # compare_digest refuses a str that is not ASCII, hence bytes.
     if not isinstance(given, str) or not hmac.compare_digest(
         given.encode(), signature_of(manifest, key).encode()
     ):

@@ -57,6 +57,7 @@ def check_agreement(
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
+    # Settings of YaRN are compared above where the config asks for it, and mean nothing elsewhere.
     problems += [
         f"{name} = {value!r}: unknown setting, which may change the forward pass"
         for name, value in sorted(settings.values.items())
@@ -100,6 +101,7 @@ def _differences(
         # The norms of latents have weights, so that the tensors say whether there are any; a trainer may
         # build them by its layers alone.
         expected.pop("qk_layernorm")
+    # None is no answer: Megatron-Core's default holds.
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
         if not _same(name, values.get(name), expected[name], architecture.num_layers):
@@ -115,11 +117,13 @@ def _differences(
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
     if name == "moe_layer_freq":
         return _pattern(found, layers) == _pattern(wanted, layers)
+    # An integer N leaves the window out of every N-th layer, counted from one.
     if name == "window_attn_skip_freq" and isinstance(found, int) and found > 0:
         found = [int(number % found != 0) for number in range(1, layers + 1)]
     if isinstance(wanted, list | tuple):
         return isinstance(found, list | tuple) and list(found) == list(wanted)
     if isinstance(wanted, bool) or wanted is None:
+        # False, None and 0 all switch a feature off.
         return found == wanted or (not wanted and not found)
     return found == wanted
 
@@ -129,6 +133,7 @@ def _pattern(value: Any, layers: int) -> list[int] | None:
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
+        # As Megatron-Core counts: from zero, so that the first layer has experts.
         return [int(layer % value == 0) for layer in range(layers)]
     return None
 

@@ -106,6 +106,7 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     arguments = (
         _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
     )
+    # Megatron-LM has other arguments for these two, which are set below.
     for name in ("gated_linear_unit", "share_embeddings_and_output_weights"):
         arguments.pop(name)
     # where a config gives YaRN no scales, what Megatron-LM has without the flags means the same
@@ -133,6 +134,7 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "vocab_size": architecture.vocab_size,
     }
+    # Megatron-LM reorders query, key and value of checkpoints below version 2.
     return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
 
@@ -148,6 +150,7 @@ def further_flags(state: dict[str, Any]) -> str:
             if isinstance(value, bool):
                 flags.append(flag if value else f"--no-{name.replace('_', '-')}")
             else:
+                # Without blanks a tuple stays one word of the command line.
                 flags.append(f"{flag} {str(value).replace(' ', '')}")
     return " ".join(flags)
 
@@ -207,6 +210,7 @@ def _multiple(vocab_size: int, padded_vocab: int) -> int:
     """Return a divisor of the padded vocabulary that Megatron-LM pads to it with."""
     if padded_vocab == vocab_size:
         return 1
+    # 128 first, which is what Megatron-LM pads to without the flag.
     return next(
         one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab
     )
@@ -239,6 +243,7 @@ def import_for_megatron_lm(
     try:
         outcome = import_model(plan, target / RELEASE, options, common_state=state)
     except Exception:
+        # No file may name a checkpoint that is not there.
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)
         raise

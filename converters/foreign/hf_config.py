@@ -30,6 +30,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
     """
     values = settings.values
     family, own = _family(settings)
+    # Mixtral's intermediate_size is the width of an expert.
     width = values.get("moe_ffn_hidden_size") if family == "mixtral" else values["ffn_hidden_size"]
     return {
         "architectures": [family_of(family).architecture_class],
@@ -75,7 +76,9 @@ def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
 
 def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) -> tuple[str, dict[str, Any]]:
     values, layers = settings.values, sparse_layers(settings)
+    # Megatron-LM may have one for each kind of loss, a config has one.
     coefficient = values.get("moe_aux_loss_coeff")
+    # Without it Megatron-Core takes the softmax of the chosen logits, which is the normalized form.
     normalized = not values.get("moe_router_pre_softmax")
     own: dict[str, Any] = {
         "num_experts_per_tok": values.get("moe_router_topk"),

@@ -76,6 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "glu_linear_offset": (0.0, None),
     "softmax_type": ("vanilla", None),
     "spec": (None, []),
+    # two ways in which Transformer Engine says that there is no window
     "window_size": (None, (-1, -1), (-1, 0)),
 }
 """Settings that change the function, unless the architecture asks for them or they have one of these
@@ -173,12 +174,14 @@ DEFAULTS: dict[str, Any] = {
     "rotary_scaling_factor": 40,
 }
 """What Megatron-Core takes where an older release had no such setting."""
+# An unknown setting with one of these words is refused: it may decide on the function.
 _LOOKS_LIKE_THE_MODEL = re.compile(
     r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation"
     r"|gelu|swiglu|glu|expert|experts|router"
     r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated"
     r"|bias|heads?|hyper|engram)(_|$)|^moe_"
 )
+# Beginnings of names that never do, although they have such a word.
 _NEVER_THE_MODEL = re.compile(
     r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode"
     r"|decoupled|defer|delay|dino|disable"

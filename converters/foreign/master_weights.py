@@ -39,6 +39,7 @@ class MasterTensors(ViewedTensors):
         problems = []
         for key in self:
             if key not in master:
+                # An optimizer keeps no second copy of a parameter that is float32 itself.
                 if model.dtype(key) != torch.float32:
                     problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
             elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):
@@ -61,6 +62,7 @@ class MasterTensors(ViewedTensors):
         return self._master if key in self._master else self._tensors, key
 
     def __iter__(self) -> Iterator[str]:
+        # Keys of the optimizer's states, with or without a number of a chain, are no parameters.
         return iter(key for key in self._tensors if "optimizer." not in key)
 
 

@@ -63,6 +63,7 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
             state = _read(file, str(path))
     elif _OBJECT in checkpoint.objects:
         name = f"{_OBJECT} in {checkpoint.directory}"
+        # Megatron-Core saves the list of a rank's objects under a key.
         state = _read(io.BytesIO(checkpoint.read_object(_OBJECT)), name)
         state = state[0] if isinstance(state, list) and len(state) == 1 else state
     else:
@@ -99,9 +100,11 @@ def _read(file: BinaryIO, what: str) -> Any:
             (entry,) = (
                 entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl"
             )
+            # torch.save does not compress: an entry that is compressed may unpack to any size.
             if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"a description of {entry.file_size} bytes")
             return unpickle(io.BytesIO(archive.read(entry)), placeholder, what, Placeholder)
+    # It is a ValueError, one of DAMAGED.
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, RecursionError, *DAMAGED) as error:
@@ -161,6 +164,7 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
     return CanonicalTensors(tensors, {place.key: place.grid for place in places})
 
 
+# Megatron-LM's default of --make-vocab-size-divisible-by
 _MEGATRON_MULTIPLE = 128
 
 

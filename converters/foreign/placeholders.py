@@ -25,6 +25,7 @@ _STANDARD = {
 _STANDARD_MODULES = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "signal", "uuid"})
 # torch.save writes the names of Python 2
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+# Containers whose content is read, and whose calls do nothing else.
 _REAL: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "set"): set,
@@ -45,6 +46,7 @@ class Placeholder:
     what = ""
 
     def __new__(cls, *given: Any, **named: Any) -> Placeholder:
+        # Here and not in __init__, which pickle does not call for every object.
         self = object.__new__(cls)
         self.given, self.state = (*given, *named.values()), None
         return self
@@ -88,6 +90,7 @@ def placeholder(module: str, name: str) -> Any:
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     root = module.partition(".")[0]
+    # A class of a fork becomes a placeholder, a name of the standard library only if arguments need it.
     known = name in _STANDARD.get(module, ()) or module in _STANDARD_MODULES
     if root in sys.stdlib_module_names and not known:
         return None

@@ -49,6 +49,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         for other in others:
             if values.get(name) is None and arguments.get(other) is not None:
                 values[name] = arguments[other]
+    # Megatron-LM writes num_query_groups = 1 where grouped-query attention is off.
     values["num_query_groups"] = (
         arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     )
@@ -59,6 +60,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         values["position_embedding_type"] = "rope"
     values["gated_linear_unit"] = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
+    # Two at once have no function: the joined name agrees with no config.
     values["activation"] = _ACTIVATIONS.get(" and ".join(chosen), " and ".join(chosen) or "gelu")
     if values.get("position_embedding_type") == "yarn" and not values.get("multi_latent_attention"):
         for name, other in YARN_ARGUMENTS.items():
@@ -235,6 +237,7 @@ def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
     # the scale of 1 over no other is what Megatron-Core computes where neither is given
     if values.get("yarn_mscale") == 1 and not values.get("yarn_mscale_all_dim"):
         values["yarn_mscale"] = values["yarn_mscale_all_dim"] = None
+    # YAML has no tuples, and a tuple is what it is compared with.
     if isinstance(values.get("window_size"), list):
         values["window_size"] = tuple(values["window_size"])
     return ForeignSettings(origin, values)
@@ -284,6 +287,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
                 "pass --hf-config DIRECTORY",
             )
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # It is a ValueError, which the next clause would report as unreadable.
     except ConversionError:
         raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -131,6 +131,7 @@ class CanonicalTensors(ViewedTensors):
         self._entries = {
             key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None
         }
+        # Keys that no entry uses stay visible, so that they are reported as unknown.
         used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
         self._keys = frozenset((*self._entries, *(key for key in tensors if key not in used)))
 
@@ -372,4 +373,5 @@ def _inside(piece: _Piece, box: Box) -> Box:
 
 def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
     """Return whether pieces hold all of a box."""
+    # Pieces of one entry do not overlap, so that their sizes add up.
     return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))

@@ -52,6 +52,7 @@ class ShardLayout:
         return self.shape[self.axis] - sum(span.length for span in self.spans)
 
 
+# Asked for each range of rows that is read, and a fused parameter has spans by the thousand.
 @lru_cache(maxsize=4096)
 def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
     """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its
@@ -134,6 +135,7 @@ def _vocab_layout(rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> 
             f"pad to {padded_vocab_size(vocab, tp_size)} or more",
         )
     start, stop = _cut(rule, padded_vocab, tp_rank, tp_size)
+    # A rank may hold nothing but padding.
     spans = (Span(0, start, min(stop, vocab)),) if start < vocab else ()
     return ShardLayout((stop - start, *rest), 0, spans)
 

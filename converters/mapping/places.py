@@ -19,6 +19,7 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
             says.
     """
     places = tensor.places
+    # Without alternatives there is nothing to look for, and ``shape`` refuses what is missing.
     found = [place for place in places if place.name in source] if tensor.alternatives else []
     if len(found) > 1:
         raise ConversionError(
@@ -66,6 +67,7 @@ def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequen
     """Read rows of a tensor that do not lie one behind the other; what lies between them is read along."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step
+    # Ends with the last row and not a step behind it, where the tensor may end.
     span = slice(first, max(first, first + (rows.stop - rows.start - 1) * place.step + 1))
     stored = [*others, span] if place.transposed else [span, *others]
     leading = () if place.index is None else (slice(place.index, place.index + 1),)

@@ -69,7 +69,7 @@ class TensorLocation:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the tensor lies there as it is, row behind row."""
+        """True if the tensor is stored there as it is, row behind row."""
         return self.step == 1 and not self.transposed
 
 
@@ -171,6 +171,7 @@ def module_rules(
         yield Rule(f"{megatron}.bias", Kind.REPLICATED if kind is Kind.ROW else kind, parts)
 
 
+# No leading zeros: a name has to come back from its number as it was.
 _SEQUENTIAL = re.compile(
     r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.(?:weight|bias|adapter\.\w+))"
 )
@@ -180,6 +181,7 @@ _GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.(?:weight|bias))(0|[1-
 def is_expert(megatron_name: str) -> bool:
     """Tell whether a parameter belongs to a routed expert, so that it is cut over the *expert*
     tensor-parallel ranks and divided over the expert-parallel ones. Routers and shared experts do not."""
+    # A name may begin inside of a layer, with mlp itself.
     return ".mlp.experts." in f".{megatron_name}"
 
 

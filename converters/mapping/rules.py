@@ -88,6 +88,7 @@ def all_rules(architecture: Architecture) -> list[Rule]:
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
+    # The first rule of a model is that of its embedding.
     return [*model[:1], *layers, *model[1:]]
 
 
@@ -132,8 +133,10 @@ def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
     nested = renamed(part, "model.", NESTED_PREFIX)
+    # Names outside of the language model, as lm_head's, are the same in both.
     if family.sees or nested == part:
         return nested
+    # Written under its plain name, and found under either.
     return replace(part, alternatives=(*part.alternatives, *nested.places))
 
 

@@ -103,6 +103,7 @@ def _shared_keys() -> frozenset[str]:
     keys: set[str] = set()
     for name in _SHARED:
         text = (root / name).read_text(encoding="utf-8")
+        # ``self`` is a config in these two files, and something else in the others.
         patterns = [
             _READ_OF_CONFIG,
             *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else []),

@@ -21,6 +21,7 @@ CONFIG_KEYS = frozenset(
     }
 )
 """Config keys that ``read_gated_delta`` consumes."""
+# transformers' default of full_attention_interval
 _INTERVAL = 4
 
 
@@ -92,6 +93,7 @@ def read_gated_delta(
             if config.get("full_attention_interval") is None
             else read_size(config, "full_attention_interval", problems)
         )
+        # Every interval-th layer, counted from one, has attention.
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
     listed = list(kinds) if isinstance(kinds, list | tuple) else []
     unknown = [layer for layer, kind in enumerate(listed) if kind not in (LINEAR, FULL)]

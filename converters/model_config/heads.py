@@ -64,5 +64,6 @@ def read_head(config: Config, architecture_class: str, problems: list[str]) -> S
     if bias is None:
         return None
     names = config.get("id2label")
+    # num_labels is a property of transformers' configs and not always in the file: id2label then counts.
     labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
     return ScoreHead(read_size({"num_labels": labels}, "num_labels", problems), bias)

@@ -78,6 +78,7 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
+    # The config's own number where it gives this factor: a computed one may differ in the last bit.
     if scaling["mscale"] is not None and math.isclose(
         (scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9
     ):

@@ -72,6 +72,7 @@ def read_deepseek_routing(
     )
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
+        # A value that divides, so that what follows reports its own problems only.
         groups = kept = 1
     if kept > groups:
         problems.append(f"topk_group = {kept}: there are only {groups} groups (n_group)")

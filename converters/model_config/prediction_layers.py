@@ -98,6 +98,7 @@ def prediction_rules(
         name = rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1)
         parts = tuple(renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
         inner.append(replace(rule, megatron_name=name, parts=parts))
+    # In forward order: the final norm comes behind the layer inside.
     return (*rules[:-1], *inner, rules[-1])
 
 

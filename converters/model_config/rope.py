@@ -160,6 +160,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+    # As in transformers, the two scales count only where both are given and not zero.
     if mscale and mscale_all_dim:
         return scale(mscale) / scale(mscale_all_dim)
     return scale(1.0)
@@ -185,6 +186,7 @@ def _number(parameters: Config, key: str, problems: list[str], default: object =
 def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, object]:
     original = _original_length(parameters, config, problems)
     longest = config.get("max_position_embeddings")
+    # transformers' factor where none is given: what the context was stretched by.
     stretched = longest / original if isinstance(longest, int) and original else None
     factor = _number(parameters, "factor", problems, default=stretched)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")

@@ -15,6 +15,7 @@ def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) 
     """Return the size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a
     problem."""
     value = config.get(key)
+    # bool is an int in Python, and true is no size.
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     problems.append(
@@ -35,6 +36,7 @@ def read_number(
     """Return a finite number above 0, or from 0 on; where the value is something else, ``instead``, and a
     problem that begins with ``name``."""
     value = default if value is None else value
+    # NaN fails the comparison with 0.
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)

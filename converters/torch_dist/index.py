@@ -28,6 +28,7 @@ def read_index(directory: Path) -> Metadata:
         raise ConversionError(
             f"{path} does not exist", "give the directory of a distributed checkpoint"
         ) from error
+    # It is a ValueError, one of DAMAGED.
     except ConversionError:
         raise
     except (OSError, *DAMAGED) as error:

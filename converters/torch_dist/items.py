@@ -96,11 +96,13 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
             ):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
+        # Older releases of torch do not write the byte order.
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if not isinstance(described, _Described):
             raise TypeError(f"a {type(described).__name__} where a tensor should be")
         storage = entries[f"data/{described.key}"]
         start = _start_of(window, storage)
+    # It is a ValueError, one of DAMAGED.
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, struct.error, *DAMAGED) as error:

@@ -97,6 +97,7 @@ def extra_state_keys(place: StoredPlace) -> Iterator[str]:
     if place.key.startswith(_WITHOUT_EXTRA_STATE) or not place.key.endswith(".weight"):
         return
     module = place.key.removesuffix(".weight")
+    # Megatron-Core calls the object of a module that is not stacked shard 0 of 1.
     index, grid = (place.index, place.grid) if place.index else ((0,), (1,))
     modules = [module]
     if module.endswith("self_attention.linear_proj"):

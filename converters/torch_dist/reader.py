@@ -89,6 +89,7 @@ class TorchDistCheckpoint:
                 for place, where in index.storage_data.items()
                 if place.fqn not in self._tensors
             }
+        # It is a ValueError, one of DAMAGED.
         except ConversionError:
             raise
         # a pickle may set any attribute to anything

@@ -28,6 +28,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
+# as Megatron-Core writes them: it chooses what loads a checkpoint by these
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -18,6 +18,7 @@ from megarl.import_path import unpickle_object
 
 def main() -> int:
     """Run the command; returns its exit code."""
+    # The pipe tells of the caller's end; the command itself finds an empty standard input.
     told = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())

@@ -215,6 +215,7 @@ def _prepared(
 
 def _remove_new(directory: Path, before: set[Path], *, whole: bool) -> None:
     """Remove what was not in a directory before, and with ``whole`` the directory too."""
+    # Reversed, so that a directory comes behind what is in it.
     made = sorted((path for path in directory.rglob("*") if path not in before), reverse=True)
     for path in [*made, *([directory] if whole else [])]:
         with contextlib.suppress(OSError):

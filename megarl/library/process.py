@@ -77,6 +77,7 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
             child.send_signal(signal.SIGINT)
     code = child.wait()
     child.stdin.close()
+    # What looked like an error was none.
     if code == 0 and error:
         last += error
         if shows:
@@ -113,6 +114,7 @@ def _environment() -> dict[str, str]:
         for name, value in env.snapshot().items()
         if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
     }
+    # Unbuffered: the caller shows each line as it is printed.
     return {**kept, "PYTHONPATH": os.pathsep.join(_import_places()), "PYTHONUNBUFFERED": "1"}
 
 

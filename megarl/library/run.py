@@ -178,6 +178,7 @@ class Run:
         found = [
             (int(number), path)
             for path in (self.directory / kind).glob("step_*")
+            # What is still being written has another name than step_N.
             if (number := path.name[5:]).isdecimal()
         ]
         if not found:
@@ -190,6 +191,7 @@ def new_directory(name: str) -> Path:
     for number in itertools.count(1):
         path = Path("runs") / f"{name}-{number}"
         path.parent.mkdir(exist_ok=True)
+        # Made and not looked for, so that two calls at the same time get two directories.
         try:
             path.mkdir()
         except FileExistsError:

@@ -21,6 +21,7 @@ Batch = dict[str, Tensor]
 def token_batch(case: Case) -> Batch:
     """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of
     all global batches."""
+    # Each kind of random number has a seed of its own, so that a further kind changes no other.
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
@@ -33,6 +34,7 @@ def token_batch(case: Case) -> Batch:
     }
     if case.segments > 1:
         response = responses_of_rows(case)
+        # The first token of a row is given and not predicted.
         counts = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(dim=1).long()
         batch["response_tokens"] = torch.zeros_like(counts).index_add(0, response, counts)[response]
     return batch
@@ -100,6 +102,7 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         teacher = _teacher(case, generator).topk(case.likeliest)
         return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
     if case.loss_kind == "dpo":
+        # DPO's data have the log-probability of a token one position before it.
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)
     advantages = 0.5 + torch.randn(logprobs.shape[0], 1, generator=generator)
@@ -135,6 +138,7 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
     is_sharp = torch.rand(others.shape, generator=generator) < 0.5
     best = torch.nn.functional.one_hot(flat.argmax(-1), case.vocab).bool()
     rest = flat.masked_fill(best, -torch.inf).log_softmax(-1) + others.log()
+    # log(1 - x) of a small x would lose its digits in float32.
     sharp = torch.where(best, torch.log1p(-others), rest)
     return torch.where(is_sharp, sharp, flat.log_softmax(-1))
 
@@ -159,6 +163,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     """Return rewards of answers to prompts, and the advantages that the reference makes of them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
+    # Parts of different sizes: to normalise each of them is not to normalise their sum.
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
     by_chance = torch.rand(rows, generator=torch.Generator().manual_seed(case.seed + 5)) < 0.6
     further = torch.randn(rows, columns, generator=generator)

@@ -150,10 +150,13 @@ def _likeliest(
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
         wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
+        # A position predicts the token behind it, whose mask counts.
         follows = follows & torch.nn.functional.pad(wanted[: len(logits), 1:], (0, 1))
     nothing = torch.zeros_like(logits)
+    # Nothing follows the last position, for which the reference has no distribution.
     logarithms = torch.nn.functional.pad(distributions, (0, 0, 0, 1))
     largest = logarithms.topk(case.likeliest).values.where(follows[..., None], nothing)
+    # An id outside of the vocabulary must not fail the gather: it is compared with 0, and so seen.
     inside = (tokens >= 0) & (tokens < case.vocab)
     of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(
         follows[..., None] & inside, nothing
@@ -191,6 +194,7 @@ def _restored(
     worst = _logprobs(what, found, expected, bounds.of(like))
     if found.shape != expected.shape:
         return [worst]
+    # What is 0 by definition, column 0 and padding, would only thin out the mean.
     error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(like + MEAN)
     means = (f"mean {float(tensor.mean()):.9g}" for tensor in (found, expected))
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]

@@ -34,6 +34,7 @@ from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, absent_model_class, refusal
 
+# vocabularies that no layout divides, so that tensor parallelism always pads them
 PRIMES = (
     11,
     13,
@@ -156,6 +157,7 @@ class Drawer:
         fields |= draw_loss(
             random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages")
         )
+        # In this order: each reads what those before it chose.
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
@@ -266,6 +268,7 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
+    # At least one layer.
     counts[0] += not sum(counts)
     held = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     return {"layers": sum(counts), "layout": "|".join(["E" + held[0], *held[1:-1], held[-1] + "L"])}
@@ -333,6 +336,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     if generator.random() < 0.4:
         chosen["rows"] = generator.randint(1, fields["steps"] * mbs * chosen["micro"] * fields.get("dp", 1))
     if batching != "fixed":
+        # Both rows of a pair have to fit into one micro-batch.
         chosen["room"] = generator.randint(0, 3 * length) + (length if pairs else 0)
     if batching == "dynamic":
         chosen["round"] = generator.choice((1, 4, 8))

@@ -125,6 +125,7 @@ def _numbers(generator: random.Random, name: str, listed: tuple[Numbers, ...]) -
     if not listed:
         return ()
     numbers = generator.choice(listed[1:] if name in _IDLE_WITHOUT_NUMBERS else listed)
+    # An option has its first numbers where the line names none.
     return () if numbers == listed[0] else numbers
 
 

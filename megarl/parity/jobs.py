@@ -194,6 +194,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     worker.prepare_for_training()
     calls = [train(data) for data in calls_of(case, batch)]
     worker.prepare_for_lp_inference()
+    # Copies, because an export may reuse its buffers.
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
     repeated = repeated and repeated_after

@@ -214,6 +214,7 @@ class ModelShelf:
         if not (directory / "model.safetensors").exists():
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
             model.save_pretrained(directory)
+            # save_pretrained has written the config again, in transformers' own form.
             _save_config(case, model.config, directory)
         adapter = adapter_directory(case, directory)
         if adapter is not None and not adapter.exists():
@@ -271,6 +272,7 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
             continue
         for stack, wrapper in zip(STACKS, (".base_layer", ""), strict=True):
             experts, rows, columns = module.get_parameter(stack).shape
+            # GPT-OSS stores its experts as [experts, in, out].
             if getattr(module, "is_transposed", False):
                 rows, columns = columns, rows
             ranks = experts * case.lora
@@ -313,6 +315,7 @@ def _random_model(case: Case) -> Any:
     be exchanged unseen."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    # The grouped matrix product wants rows of a multiple of 16 bytes, which these widths are not.
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}
     auto = AutoModelForSequenceClassification if case.scores else AutoModelForCausalLM
     model = auto.from_config(model_config(case), dtype=torch.float32, **options)

@@ -87,6 +87,7 @@ def bounds_of(
     noise: dict[str, float] = {}
     for found, member in runs:
         for quantity, error in _errors(case, found, member, logprobs, expected).items():
+            # An infinite error would make a bound that everything passes.
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
     floor = _of_one_token([found for found, _ in runs], logprobs)
@@ -146,6 +147,7 @@ class _Noisy(torch.autograd.Function):
 
 
 def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
+    # In float32, because a factor so near to 1 rounds to 1 in 16 bit.
     return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
 
 

@@ -85,6 +85,7 @@ class WorkerPool:
         stacks = ""
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
+            # Once a rank has failed the others get a moment only: they may wait for it in a collective.
             ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
             if not ready:
                 # a rank whose peer went away or stands still fails in the transport; the reason is told by
@@ -110,6 +111,7 @@ class WorkerPool:
             if self._dead:
                 self.kill()
                 self._dead = False
+            # The rank that failed by itself comes before those that lost their peer by it.
             rank = min(errors, key=lambda rank: (_is_echo(errors[rank]), rank))
             raise JobError(f"rank {rank} of {name}:\n{errors[rank]}{stacks}")
         return results
@@ -151,6 +153,7 @@ class WorkerPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(there, port), daemon=False)
         process.start()
+        # The worker alone holds its end, so that its death ends the pipe.
         there.close()
         return process, here
 
@@ -235,6 +238,7 @@ def _in_group(
     """``function(*arguments)`` inside a gloo group of its own."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
+    # With a prefix, because the store outlives the job, and keys of the next one must be others.
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
     )

@@ -57,6 +57,7 @@ def _with_adapter(experts: Any, stack: str) -> Tensor:
     """Return a stack of experts with what its adapter adds to it, differentiable."""
     weight = experts._parameters[stack]
     down, up = (experts.get_parameter(f"lora_{letter}_{stack}") for letter in "AB")
+    # As PEFT views them: A [experts, rank, in], B [out, rank, experts].
     down = down.unflatten(0, (weight.shape[0], -1))
     up = up.unflatten(1, (-1, weight.shape[0]))
     axes = "ore,eri->eio" if getattr(experts, "is_transposed", False) else "ore,eri->eoi"
@@ -97,6 +98,7 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
                 parameter = torch.nn.Parameter(values.to(next(model.parameters()).dtype))
                 module.register_parameter(f"lora_{letter}{'_' * is_stack}{stack}", parameter)
             if not is_stack:
+                # The class alone changes, so that the weights keep their names.
                 module.__class__ = _AdaptedEmbedding if is_embedding else _Adapted
             elif stack == STACKS[-1]:
                 module.__class__ = type("AdaptedExperts", (_AdaptedStacks, type(module)), {})
@@ -332,6 +334,7 @@ class ReferenceTrainer:
         scores = [self._read(each) for each in self._scores(data)]
         loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
+        # Before the backward pass, which frees the graph.
         balancing = self._size_of_gradients(routing.by_expert)
         ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
         norm = self._update(rate, decay)
@@ -398,6 +401,7 @@ class ReferenceTrainer:
                 if parameter.grad is None
                 else parameter.grad.float() / self._loss_scale
             )
+        # With an infinite bound nothing is clipped, and the norm comes back all the same.
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:
             group["lr"] = rate

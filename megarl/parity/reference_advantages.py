@@ -24,6 +24,7 @@ Columns = Mapping[str, Any]
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
     """Return the signals of one call, made of rewards, values or the teacher's log-probabilities, each [B, S]
     float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
+    # In float64, so that no rounding of the reference counts against the driver.
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
         return _generalized(case, data)
@@ -179,4 +180,5 @@ def _standardised(values: list[float]) -> list[float]:
     """Return values less their mean, by their deviation; nothing where they are all alike."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
+    # Values that are alike but for rounding have no deviation to be divided by.
     return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

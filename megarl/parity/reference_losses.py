@@ -141,6 +141,7 @@ class ReferenceLoss:
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
     def _call(self, data: Mapping[str, Any], sequences: float, tokens: float) -> _Call:
+        # Above 0: a batch in which nothing counts has the loss 0.
         return _Call(self.case, data, *(max(count, 1e-8) for count in (sequences, tokens, sequences / 2)))
 
 
@@ -162,6 +163,7 @@ def _bounds(case: Case, option: str) -> tuple[float, float]:
 
 
 def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
+    # A sum of nothing that has gradients all the same, for a batch in which no row counts.
     total, count = 0.0 * logprobs.sum(), 0
     for row, places in call.rows():
         total = total - logprobs[row, places].sum()
@@ -503,6 +505,7 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
             slope = torch.maximum(1 - torch.exp(-above), -(bound + torch.relu(-above)))
         value = (weight * torch.clip(estimate, -bound, bound)).sum()
     moving = (weight * slope * current).sum()
+    # The value of one, and the gradient of the other.
     return value + moving - moving.detach()
 
 
@@ -542,6 +545,7 @@ def _rounded_in_divergence(
         )
         difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
+        # Past the clamp a term is a constant, in which nothing cancels.
         terms = weight * (torch.exp(difference) + difference.abs() + 1)
         size += _share(len(places), call) * float(terms[difference.exp() - difference - 1 <= bound].sum())
     return {"kl_penalty": size, "loss": loss_weight(case) * _number(case, "kl") * size}

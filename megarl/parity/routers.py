@@ -133,6 +133,7 @@ def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
     """Return the load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a
     token does not count."""
     assignments = went_to.sum().clamp(min=1)
+    # A token that does not count went to no expert.
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
     return went_to.shape[1] * share * probabilities.sum(0) / tokens

@@ -226,6 +226,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         data / "train.jsonl",
         data / "validation.jsonl",
     )
+    # The last file that is made: where it is, all the others are.
     if not validation.exists():
         console.rule(f"seed {seed}: making problems and a tiny {changes.family} model in {directory}")
         data.mkdir(parents=True, exist_ok=True)
@@ -270,6 +271,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         model=str(exported),
         plot=str(plots[0]),
     )
+    # Last, because a run with this file counts as finished.
     write_json_atomic(directory / SUMMARY, asdict(summary))
     return summary
 
@@ -279,6 +281,7 @@ def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
     from megarl.quickstart.material import make_model, write_pairs, write_problems
 
     make_model(model, seed, family)
+    # Another seed, so that GRPO's problems are not those of the demonstrations.
     write_problems(data / "demonstrations.jsonl", TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
     write_problems(data / "train.jsonl", TRAIN_PROBLEMS, seed)
     write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)

@@ -174,6 +174,7 @@ def generate_problems(
             f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true "
             "answers only"
         )
+    # A generator of its own, so that the prompts do not depend on the share.
     care = random.Random(f"mistakes {seed}")
     return [
         Problem(exercise.prompt, exercise.mistake if care.random() < mistake_share else exercise.answer)
@@ -260,6 +261,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     source = Path(path)
     if not source.is_file():
         raise DataError(f"problems file {str(source)!r} does not exist. Fix: write one with write_problems")
+    # Not splitlines, which would cut a prompt at U+2028 and the like.
     lines = source.read_text(encoding="utf-8").split("\n")
     problems = [
         _parse_problem(line, f"{source} line {number}")
@@ -406,14 +408,18 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
         texts: whose words become tokens.
         marks: texts that are a token each, in addition; no special ones, so that decoding shows them.
     """
+    # Its parts before the model are those with which transformers will read the saved files.
     backend = _qwen2().backend_tokenizer
     trainer = trainers.BpeTrainer(
+        # The marks come on top of these.
         vocab_size=VOCABULARY_SIZE - len(marks),
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
+        # Sorted, because the alphabet comes in another order each time, and with it the numbers of tokens.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    # The merges are in its JSON alone.
     model = json.loads(backend.to_str())["model"]
     tokenizer = _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
     tokenizer.add_tokens(list(marks))

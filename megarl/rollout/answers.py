@@ -50,6 +50,7 @@ _NAMES_SEVERAL = re.compile(
     r"|\$\s*(?:and\b|[,;/&]|\\text\s*\{\s*and\s*\}|\\(?:lor|quad)\b|\s)+\s*(?:[a-z]\s*=\s*)?\$"
 )
 _NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
+# The original's list with its slips (childrentickets): a corrected list would be another rule.
 _UNITS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents "
     "degrees cm gm pounds meters meals "
@@ -94,6 +95,7 @@ def gsm8k_answer(response: str, method: str = "strict") -> str | None:
     found = _last_number(response, method)
     if found is None:
         return None
+    # ``or``: minus zero is falsy, and is written as zero.
     text = f"{found or Decimal(0):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -215,6 +217,7 @@ def simplified(text: str) -> str:
     names_several = _NAMES_SEVERAL.search(text) is not None
     if not names_several:
         text = text.split("=")[-1]
+    # In the original's order: what one replacement leaves, a later one looks for.
     for before, after in (
         *_ARTICLES_AND_SPACES,
         *_NAMES_OF_TEXT,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Signal(Enum):
-    """What the answers to a prompt say of each other. The value is what a message calls it."""
+    """Signal that the answers to a prompt give an algorithm. The value is what a message calls it."""
 
     SOME = "with a signal"
     ALL_RIGHT = "all right"
@@ -133,6 +133,7 @@ class DynamicSampling:
             # To the beginning and forward by what was used: a sampler has no way to give some prompts back.
             sampler.load_state(begin)
             sampler.take(used)
+        # Of dropped groups only numbers are kept; their tokens and texts would be most of the memory.
         judged = joined(
             batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True
         ).samples
@@ -231,6 +232,7 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
     """Names of the columns of all batches, and one of each."""
+    # Reversed, so that the type of a column is that of the first batch that has it.
     columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
     return {
         name: values

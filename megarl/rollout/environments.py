@@ -51,7 +51,7 @@ class NamedEnvironments:
         self.environments = dict(environments)
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """What each environment says to its own conversations, in the order of all.
+        """Step each environment with its own conversations; their answers come back in the order of all.
 
         Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``,
         and its rewards, ``NAME``.
@@ -64,7 +64,7 @@ class NamedEnvironments:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether any of them begins with rewards while responses are still sampled."""
+        """True if any of them begins with rewards while responses are still sampled."""
         return any(getattr(each, "scores_ahead", False) for each in self.environments.values())
 
     def score_ahead(self, turn: Turn) -> None:
@@ -91,7 +91,7 @@ class NamedEnvironments:
         return rows_of
 
     def judge(self, turn: Turn) -> EnvironmentReturn:
-        """As ``step``, of the environments that judge whole conversations."""
+        """Ask the environments that score whole conversations, as ``step`` does."""
         return self._asked(turn, "judge")
 
     def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
@@ -113,6 +113,7 @@ class NamedEnvironments:
 
     def close(self) -> None:
         """Close all."""
+        # Closes the others, too, where one of them fails.
         with contextlib.ExitStack() as stack:
             for environment in self.environments.values():
                 stack.callback(environment.close)
@@ -253,6 +254,7 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
                 return environment.fault_of_reference(answer)
         except OutOfTimeError:
             return f"fault_of_reference did not come back within {timeout_s:g} s"
+        # A user's code may end itself with sys.exit.
         except (Exception, SystemExit) as error:
             return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
 

@@ -184,7 +184,7 @@ def _share_scored(accuracies: Tensor) -> float:
 def estimates_of(
     accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None
 ) -> dict[str, float]:
-    """What k answers to each of P prompts say of a model.
+    """Estimate figures of a model from k answers to each of P prompts.
 
     Args:
         accuracies: P * k numbers, the k of a prompt next to each other; NaN for an answer that could not be
@@ -265,13 +265,14 @@ def pass_at(k: int, answered: int, right: int) -> float:
             f"k = {k}: must be at least 1 and at most the {answered} answers. Fix: sample at least k "
             "answers a prompt"
         )
+    # Fewer wrong answers than k: the product below would have a factor of 0 or less.
     if answered - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / size for size in range(answered - right + 1, answered + 1))
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """How right the answer is that was given most often; 0 where no response has an answer.
+    """Return how right the most frequent answer is; 0 where no response has an answer.
 
     Among answers that were given equally often a fair draw decides: the value is their mean. A response
     without an answer has no vote. Of responses with one answer of which not all are right, by their form for

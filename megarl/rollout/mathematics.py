@@ -63,6 +63,7 @@ def math_verify(response: str, answer: str) -> float:
         if boxed is not None:
             return _score(wanted, boxed)
         stated = stated_answer(response)
+        # A plain statement is final; one with mathematics in it the library below may read better.
         if stated is not None and (_score(wanted, stated) or _PLAIN.match(stated)):
             return _score(wanted, stated)
         ending = _ending(outside_thoughts(response))
@@ -136,6 +137,7 @@ def _parse(text: str) -> list[Any]:
     import math_verify as library
 
     silence_library()
+    # Without the library's own time limit, whose signal would replace that of the caller.
     return or_none(lambda: library.parse(unify(text), parsing_timeout=None)) or []
 
 

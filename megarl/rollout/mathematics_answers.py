@@ -63,6 +63,7 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
     if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(_BRACKETED.sub("", joined[0])):
         joined = [box.content for box in boxes[-values:]]
     joined[-1] += _after_box(outside, boxes[-1].end)
+    # The same value in two boxes is one value.
     return ", ".join(dict.fromkeys(joined))
 
 

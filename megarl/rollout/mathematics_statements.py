@@ -50,25 +50,33 @@ _BASES = {
     "twelve": 12,
     "sixteen": 16,
 }
+# 112_3, 112_{three}, (112)_{base 3}.
 _BASE = re.compile(
     rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?"
 )
+# 112 base 3, 112 (in base 3).
 _IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*\(?{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)\)?")
+# 3 \pmod 7, 3 (mod 7), 3 modulo 7.
 _RESIDUE = re.compile(
     rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod"
     rf"|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?"
 )
+# A variable: a letter or a command, with indices or primes, and with an argument as in f(x).
 _NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*\w+\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
+# x = 5, AB = 5, \angle ABC = 60; the group is the value.
 _ASSIGNED = re.compile(
     rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)"
 )
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
+# \{x \mid x > 2\}; the groups are the variable and the condition.
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
 _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
+# 10 00, but not the digits behind a power, an index or a point.
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
 _GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
+# (B) 12 or B. 12, also within \text{}; what goes on with an operator is mathematics.
 _CHOICE = re.compile(
     rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup"
     rf"|cap|pm)).+)",
@@ -284,6 +292,7 @@ def _residues(text: str) -> list[tuple[str, str]]:
     """
     found: list[tuple[str, str]] = []
     modulus = ""
+    # From the end: a modulus holds for the residues before it.
     for part in reversed(_split(text)):
         residue = _RESIDUE.fullmatch(part)
         modulus = residue[2] if residue else modulus
@@ -310,6 +319,7 @@ def _bases_agree(reference: str, response: str) -> bool | None:
 def _in_base(text: str) -> tuple[str, int] | None:
     unmarked = _WORDS.sub(r"\1", text).replace("\\", "") if "_" in text else text
     found = _BASE.fullmatch(unmarked.strip()) or _IN_BASE.fullmatch(text)
+    # Capitals are digits above 9; small letters are a variable.
     if found is None or (not found[1][0].isdigit() and not found[1].isupper()):
         return None
     if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
@@ -330,6 +340,7 @@ def _ratios_agree(reference: str, response: str) -> bool | None:
     if len(wanted) != len(given):
         # 1:2 is one half
         return None if min(len(wanted), len(given)) == 1 and max(len(wanted), len(given)) == 2 else False
+    # By products, since a term may be 0.
     crossed = ((one, other) for one in range(len(wanted)) for other in range(one))
     return all((wanted[i] or 0) * (given[j] or 0) == (wanted[j] or 0) * (given[i] or 0) for i, j in crossed)
 
@@ -414,6 +425,7 @@ def _elements(text: str) -> list[str]:
     seen = set[Any]()
     for each in expanded:
         value = number(each)
+        # 0.5 and \frac{1}{2} are one element.
         key = _squeezed(each) if value is None else value
         distinct += [] if key in seen else [each]
         seen.add(key)
@@ -430,6 +442,7 @@ def _without_name_of_list(text: str) -> str:
 
 
 def _both_signs(text: str) -> list[str]:
+    # \pmod begins with \pm.
     if "\\pm" not in re.sub(r"\\pmod", "", text):
         return [text]
     upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", text))
@@ -576,6 +589,7 @@ def _values_agree(
         if _squeezed(reference) == _squeezed(response):
             return True
         tuples = _coordinates(reference), _coordinates(response)
+        # On one side alone a pair may be an open interval, which is read below.
         if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
     values = [value_of(_condition(text)) for text in (reference, response)]

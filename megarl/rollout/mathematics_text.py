@@ -91,14 +91,17 @@ _ROOT = re.compile("([\u221a\u221b])\\s*(?:([0-9]+(?:\\.[0-9]+)?|[a-zA-Z])|(?=[(
 def unify(text: str) -> str:
     """Return a text in which characters of one meaning are one: NFKC, and LaTeX for ½, x², √, π, ≤ and other
     symbols."""
+    # None of the characters below is ASCII.
     if text.isascii():
         return text
+    # Before NFKC, which takes a raised 2 for 2.
     text = _RAISED.sub(lambda run: f"^{{{run[0]}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{run[0]}}}", text)
     text = _OVERLINED.sub(lambda run: "\\overline{" + run[0].replace("\u0305", "") + "}", text)
     # twice: NFKC makes some characters into those of the table, and would itself change others of it
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     text = _ROOT.sub(_latex_of_root, text)
+    # Without invisible characters, and without private ones, which mark words here.
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Co"))
 
 
@@ -213,14 +216,17 @@ def spell(text: str) -> str:
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
+    # As one word: single letters with points are none.
     text = _OF_DAY.sub(r"\1m", text)
     text = _IN_TEXT.sub(_words_of_command, text)
     text = _ORDINAL.sub(" ", text)
     text = _BARE.sub(lambda run: _bare_word(text, run), text)
     text = _UNIT_FRACTION.sub(rf"{OPEN}\1 / \2{CLOSE}", text)
+    # In radians, which is how the library reads a bare number.
     text = _ANGLE.sub(r"\1\2(\\frac{\3\\pi}{180})", text)
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_QUOTIENT.sub(lambda quotient: f" / {quotient[1]}{CLOSE}" if quotient[1] else " / ", text)
+    # Once more, for the units that quotients have closed.
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_PRODUCT.sub(" ", text)
     text = _JOINING.sub(rf"{CLOSE} {OPEN}\1{CLOSE} ", text)
@@ -243,6 +249,7 @@ def _words_of_command(command: re.Match[str]) -> str:
     is."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
+    # Mathematics: no letters at all, or commands or digits that are not the power of a unit.
     if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
     if re.search(r",| and | or ", content) and not re.search(
@@ -270,6 +277,7 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
     word = run[0].rstrip(".")
     if run[0][0] in f"\\{OPEN}":
         return run[0]
+    # Behind a value min is minutes.
     if word.lower() in FUNCTIONS and not (word == "min" and _ends_in_value(text[: run.start()])):
         return f"\\{word.lower()} " if word.islower() else run[0]
     if is_word(word) or (is_unit(word) and _ends_in_value(text[: run.start()])):
@@ -346,6 +354,7 @@ def _continued_decimal(decimal: re.Match[str]) -> str:
     digits = decimal[2]
     for period in range(1, len(digits) // 2 + 1):
         repeated = digits[-period:]
+        # A single digit comes three times where there are others: two alike may be chance.
         times = 3 if period == 1 and len(set(digits)) > 1 else 2
         if digits.endswith(repeated * times):
             return _as_fraction(decimal[1], digits[:-period], repeated)

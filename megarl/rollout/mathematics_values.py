@@ -125,6 +125,7 @@ def _exact(value: Any) -> Any:
         return value.applyfunc(_exact)
     if not isinstance(value, sympy.Basic):
         return value
+    # By its text: the float of 0.1 is not one tenth.
     replaced: dict[Any, Any] = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
     replaced |= {each: sympy.I for each in value.atoms(sympy.Symbol) if each.name == "i"}
     return value.xreplace(replaced) if replaced else value
@@ -202,6 +203,7 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
     """Return whether two tuples agree in order, or two finite sets in any order."""
     import sympy
 
+    # The library's parser keeps the order that sympy's sets lose.
     first, second = list(one.args), list(getattr(other, "_unsorted_args", other.args))
     if len(first) != len(second):
         return False
@@ -241,6 +243,7 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
     verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
     if False in verdicts:
         return False
+    # At two points at least where both have a value, or at the only one, of constants.
     return True if verdicts.count(True) >= min(2, len(verdicts)) else None
 
 

@@ -160,6 +160,7 @@ def read_words(text: str) -> Words:
         if token in ("per", "/"):
             sign = -1
             continue
+        # square stands before its unit, squared behind it.
         if token in _POWERS and not token.endswith("ed"):
             power = _POWERS[token]
             continue
@@ -177,6 +178,7 @@ def read_words(text: str) -> Words:
             last = unit
         elif singular(token) not in _FILLERS:
             nouns.add(singular(token))
+        # They hold for one unit.
         sign = power = 1
     return Words(
         tuple(sorted((unit, count) for unit, count in units.items() if unit and count)),
@@ -233,6 +235,7 @@ def without_factors(text: str) -> tuple[str, int]:
 
 def is_word(run: str) -> bool:
     """Return whether letters that stand alone are a word, and not a product of variables such as ``abc``."""
+    # Longer runs of capitals are names of points, such as ABCD.
     return run.lower() in _SHORT_WORDS or (len(run) > 3 and not run.isupper())
 
 
@@ -265,6 +268,7 @@ def _tokens(text: str) -> list[str]:
 def _unit(token: str, last: str) -> str | None:
     if last == "degree" and token in ("c", "f"):
         return {"c": "celsius", "f": "fahrenheit"}[token]
+    # An article, more often than amperes.
     if token == "a":
         return None
     return _UNITS.get(token) or _UNITS.get(singular(token))

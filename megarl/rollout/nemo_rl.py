@@ -96,7 +96,7 @@ class NemoRLEnvironment:
         self._told = 0
 
     def step(self, turn: Turn) -> environment.EnvironmentReturn:
-        """What the environment says to a batch; where it fails on the whole, to each conversation by
+        """Step the environment with a batch; where it fails on the whole, with each conversation by
         itself."""
         conversations = [self._followed(turn, row) for row in range(len(turn.records))]
         try:
@@ -107,12 +107,13 @@ class NemoRLEnvironment:
         except BatchError:
             raise
         except Exception as error:
+            # Alone, so that the failure is that of this conversation.
             if len(conversations) == 1:
                 return self._failed(conversations, error)
         return _joined([self.step(_row_of(turn, row)) for row in range(len(conversations))])
 
     def fault_of_reference(self, answer: str) -> str | None:
-        """Of each record something can be asked."""
+        """Return None: any record can begin a conversation."""
         return None
 
     def close(self) -> None:
@@ -179,6 +180,7 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             done.put((None, error))
 
+    # A daemon: one that never comes back must not keep the program from ending.
     threading.Thread(target=work, name="environment", daemon=True).start()
     try:
         found, error = done.get(timeout=seconds)

@@ -252,8 +252,8 @@ class RewardPool:
             self._sent += 1
 
     def _has_room(self, process: _Process, waiting: int) -> bool:
-        """Whether another task may lie before a process: work of ``_AHEAD_SECONDS``, and less towards the
-        end."""
+        """Return whether another task may wait for a process: work of ``_AHEAD_SECONDS``, and less towards
+        the end."""
         if not process.given:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
@@ -498,6 +498,7 @@ class _Process:
         """
         # before its output is read: what it said before it went is then all there
         is_gone = self.child.poll() is not None
+        # An empty read is the end of the file; a pipe that has nothing at the moment raises.
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.output, 1 << 16):
                 self._received += data
@@ -547,7 +548,7 @@ class _Process:
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else has ended it."""
+        """True if somebody else has ended it."""
         code = self.child.poll()
         return code is not None and -code in _SENT_FROM_OUTSIDE
 
@@ -601,8 +602,8 @@ def _place_of(error: BaseException) -> str:
 
 
 def _is_outage(error: BaseException | None) -> bool:
-    """Whether no response can have caused what a reward function raised: nobody answers where it asks, or the
-    machine is full."""
+    """Return whether no response can have caused what a reward function raised: nobody answers where it asks,
+    or the machine is full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         # Chains of causes may be circles.
@@ -621,8 +622,8 @@ def _is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Whether the import that failed stands in a file; a program of a response that a function runs has
-    none."""
+    """Return whether the import that failed stands in a file; a program of a response that a function runs
+    has none."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # what imports for others: Python, and ``_imports_told``
     importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
@@ -630,7 +631,7 @@ def _is_of_a_file(error: ImportError) -> bool:
 
 
 def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
-    """What a reward makes of a task, here and now.
+    """Score a task by a reward in this process.
 
     Args:
         reward: that judges.
@@ -736,6 +737,7 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
             return original(name, *arguments, **named)
         importing = True
         try:
+            # The alarm of the time limit must not ring while the clock stands still.
             with unlimited():
                 tell(True)
                 try:
@@ -753,14 +755,14 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _is_there(name: str, wanted: Iterable[str]) -> bool:
-    """Whether a module has been imported, with what is wanted from it: a package may import its parts when
-    they are asked for."""
+    """Return whether a module has been imported, with what is wanted from it: a package may import its parts
+    when they are asked for."""
     return name in sys.modules and all(each in vars(sys.modules[name]) for each in wanted if each != "*")
 
 
 def _judges() -> bool:
-    """Whether mathematics can be judged; the imports for it take more time than an answer. A library that has
-    changed would raise errors, which count as answers that are no mathematics."""
+    """Return whether mathematics can be scored; the imports for it take more time than an answer. A library
+    that has changed would raise errors, which count as answers that are no mathematics."""
     return math_verify("1", "1") == 1.0
 
 

@@ -109,7 +109,7 @@ class RewardSpec:
 
     @property
     def blames_answer(self) -> bool:
-        """Whether an answer that it does not judge in time is a bad answer; the silence of a scorer elsewhere
+        """True if an answer that it does not score in time is a bad answer; the silence of a scorer elsewhere
         has another cause."""
         return self.name != "http"
 

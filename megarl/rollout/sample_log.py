@@ -189,6 +189,7 @@ class SampleLog:
             samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
         )
         newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
+        # A masked sample has 0 in these columns, which is no reward: it is unknown.
         judged = {
             name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
             for name in _JUDGED

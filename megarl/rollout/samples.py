@@ -45,6 +45,7 @@ def seeds_from(
     """
     places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
     return [
+        # Steps count from 1.
         sampling_seed(run_seed, step + 1, place, sample)
         for step, place in places
         for sample in range(num_generations)
@@ -194,6 +195,7 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, se
         MismatchError: ``token_mult_prob_error`` is above the bound.
     """
     error = metrics[TOKEN_MULT_PROB_ERROR]
+    # ``not <=`` and no ``>``, so that NaN is refused too.
     if bound is not None and not error <= bound:
         raise MismatchError(
             f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above "

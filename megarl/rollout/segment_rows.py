@@ -42,6 +42,7 @@ def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
     of_earlier = last.select_indices(earlier[RESPONSE]) | {
         name: earlier[name] for name in earlier if name != RESPONSE
     }
+    # An earlier segment counts only where its response does.
     of_earlier["sample_mask"] = of_earlier["sample_mask"] * (~of_earlier["masked"]).float()
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
     both = type(last).from_batches([last, of_earlier], padding)
@@ -67,7 +68,7 @@ class SegmentRows:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> SegmentRows | None:
-        """Of a batch; None where each row is a response."""
+        """Return the segments of a batch; None where each row is a response."""
         return cls(batch[RESPONSE]) if RESPONSE in batch else None
 
     @property
@@ -161,6 +162,7 @@ def global_batches(
     filled["sample_mask"] = filled["sample_mask"].masked_fill(filling, 0)
     filled["token_mask"] = filled["token_mask"].masked_fill(filling.unsqueeze(1), 0)
     numbers = filled.pop(RESPONSE)
+    # The first token of a row is given and not predicted, so that it has no loss.
     counts = ((filled["token_mask"] != 0) & (filled["sample_mask"] != 0).unsqueeze(1))[:, 1:].sum(dim=1)
     totals = torch.zeros(int(numbers.max()) + 1, dtype=counts.dtype).index_add(0, numbers, counts)
     filled[RESPONSE_TOKENS] = totals[numbers]

@@ -164,7 +164,7 @@ class SingleTurn:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether rewards are computed elsewhere, so that they may begin while responses are still
+        """True if rewards are computed elsewhere, so that they may begin while responses are still
         sampled."""
         return self._ahead is not None
 
@@ -258,8 +258,8 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """What the pool is asked, with a key each: the responses of one reward after those of another, so
-        that the slow ones of both are spread."""
+        """Return the tasks of the pool, with a key each: the responses of one reward after those of another,
+        so that the slow ones of both are spread."""
         full = self._tasks(turn)
         short = (
             [task._replace(prompt="", record={}) for task in full]
@@ -292,8 +292,8 @@ class SingleTurn:
         }
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
-        """Whether each sample is left out of training; reports those without a reward, and refuses to go on
-        where all are."""
+        """Return for each sample whether it is left out of training. Reports those without a reward, and
+        refuses to go on where all are."""
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
         unscored = [False] * len(masked)
         for part, column in zip(self._parts, columns, strict=True):
@@ -357,7 +357,7 @@ class SingleTurn:
         return columns
 
     def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
-        """Whether a sample is not trained on because of one reward that is missing."""
+        """Return whether a sample is left out of training because of one reward that is missing."""
         assert score.fault is not None
         reward = f"reward {part.name}" if self._has_several else "reward"
         what = (
@@ -389,7 +389,7 @@ class SingleTurn:
         return bool(decision == "mask")
 
     def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """How many rewards are missing and why."""
+        """Count the rewards that are missing, by the reason."""
         counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
         for part, column in zip(self._parts, columns, strict=True):
             faults = ["error" if score.fault == "outage" else score.fault for score in column]
@@ -400,8 +400,8 @@ class SingleTurn:
         return counts
 
     def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
-        """How right each response is: as a reward says beside its number, else the number of the first that
-        tells right from wrong, else the sum. Empty where that is the reward anyway."""
+        """Return how right each response is: as a reward says beside its number, else the number of the first
+        that tells right from wrong, else the sum. Empty where that is the reward anyway."""
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
         judge = next(

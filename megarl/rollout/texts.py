@@ -47,7 +47,7 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[
 
 
 def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model writes messages of channels, of which rewards read the final one alone."""
+    """Return whether a model writes messages of channels, of which rewards read the final one alone."""
     return _harmony_ids(tokenizer) is not None
 
 
@@ -104,7 +104,7 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str
 
 
 def _decodes_as_its_backend(tokenizer: Any) -> bool:
-    """Whether transformers does nothing to what the tokenizers library decodes."""
+    """Return whether transformers does nothing to what the tokenizers library decodes."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -157,15 +157,19 @@ class ByteTable:
         lengths = self.lengths[ids]
         ends = np.cumsum(lengths)
         size = int(ends[-1]) if len(ends) else 0
+        # For each byte of the text its index in ``data``: that of the first byte of its token, and on from
+        # there.
         places = np.repeat(self.first[ids] - (ends - lengths), lengths)
         places += np.arange(size)
         joined = self.data[places].tobytes()
         begun = 0
+        # where the last byte of each row is
         for end in np.concatenate([[0], ends])[np.cumsum(rows.lengths)].tolist():
             yield joined[begun:end].decode("utf-8", "replace")
             begun = end
 
 
+# A table lives as long as its tokenizer.
 _tables: weakref.WeakKeyDictionary[Any, tuple[Any, ByteTable | None]] = weakref.WeakKeyDictionary()
 
 
@@ -175,6 +179,7 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
     if (json.loads(state) or {}).get("type") != "ByteLevel":
         return None
     added = backend.get_added_tokens_decoder()
+    # A tokenizer may be given further tokens after its table was made.
     now = (
         state,
         backend.get_vocab_size(),

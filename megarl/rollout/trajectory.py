@@ -97,6 +97,7 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], list(map(len, tokens)))
     of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
     versions = [each for _, _, each in pieces if each is not None]
+    # A piece without versions would shift those of all that follow.
     tells = len(versions) == len(of_sampled) > 0
     token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
     token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled

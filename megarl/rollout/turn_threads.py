@@ -45,7 +45,7 @@ class Ended(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether it was given up."""
+        """True if it was given up."""
         return self.result is None and self.error is None
 
 

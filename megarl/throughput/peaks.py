@@ -69,6 +69,7 @@ def measured_rate(device: torch.device, precision: str) -> float:
     out = torch.empty_like(left)
 
     def seconds(calls: int) -> float:
+        # A GPU works in the background: the clock starts when it has nothing left to do.
         _wait(device)
         start = time.perf_counter()
         for _ in range(calls):

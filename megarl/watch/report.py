@@ -107,6 +107,7 @@ def _expand(directory: Path) -> list[Path]:
     """Return the directory, or the runs right below it where it has no metrics itself."""
     if any(directory.glob("metrics*.jsonl")):
         return [directory]
+    # The directory itself where there is nothing in it: ``require_run`` says what it lacks.
     return sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")}) or [directory]
 
 
@@ -141,6 +142,7 @@ def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
         if launch.first_step is not None:
             steps.append(launch.first_step)
             steps += (restart.step for restart in launch.restarts if restart.step is not None)
+    # The first launch is no restart.
     return steps[1:]
 
 

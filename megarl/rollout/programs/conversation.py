@@ -212,6 +212,7 @@ def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversati
         try:
             command = python_command(INSIDE, *map(str, (source.fileno(), *inner)))
             process = stack.enter_context(running(command, limits, given, written, (source.fileno(), *inner)))
+        # The program has its ends now: while they stay open here, its death does not close the pipes.
         finally:
             for end in inner:
                 os.close(end)

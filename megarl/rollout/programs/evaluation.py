@@ -120,6 +120,7 @@ class _Interpreter:
 
     def _inner(self, names: Mapping[str, Any]) -> _Interpreter:
         inner = _Interpreter(self._program, self._tested, {**self._names, **names})
+        # The same list: steps are counted over all scopes together.
         inner._steps = self._steps
         return inner
 
@@ -161,6 +162,7 @@ class _Interpreter:
             self._assign(node.target, self._value(node.value))
 
     def _run_AugAssign(self, node: ast.AugAssign) -> None:
+        # Parsed again: the target's own nodes are to be stored to, and have no value.
         load = ast.copy_location(ast.parse(ast.unparse(node.target), mode="eval").body, node.target)
         self._assign(node.target, self._binary(type(node.op), self._value(load), self._value(node.value)))
 
@@ -428,6 +430,7 @@ class _Interpreter:
         back = any(isinstance(node, ast.Name) for node in nodes)
         sent = [self._sendable(argument) for argument in arguments]
         value, left = self._program.call_and_see(function, sent, keywords, back=back)
+        # The program says how many come back.
         for argument, changed in zip(arguments, left, strict=False):
             _update(argument, changed)
         return value
@@ -435,6 +438,7 @@ class _Interpreter:
     def _sendable(self, argument: Any) -> Any:
         if type(argument) in VIEWS:
             return list(argument)
+        # An iterator cannot be sent: the program gets one over the same values.
         if isinstance(argument, Iterator):
             return self._program.call(Remote(builtin="iter"), [list(argument)])
         name = getattr(argument, "__name__", "")
@@ -490,6 +494,7 @@ class _Interpreter:
 
     def _truth(self, value: Any) -> bool:
         if isinstance(value, Remote):
+            # Nothing but True counts, whatever the program sends.
             return self._program.call(Remote(builtin="bool"), [value]) is True
         return bool(value)
 

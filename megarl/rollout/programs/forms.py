@@ -53,6 +53,7 @@ def program_in(response: str) -> str | None:
     marked, unmarked, kind, begin = None, None, None, 0
     for fence in _FENCE.finditer(response):
         name = fence[1]
+        # A fence with a name begins a block even within another, which was never ended.
         if kind is None or name:
             kind, begin = name, fence.end()
             continue

@@ -354,6 +354,7 @@ def _give_up_rights(libc: ctypes.CDLL, root: Root) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _checked(libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")
+    # Without it the kernel takes a filter of system calls from root only.
     _checked(libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
 
 

@@ -38,6 +38,7 @@ _OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
 # Methods whose results a short text or a small number makes large.
 _NEVER = {"format", "format_map", "elements"}
 
+# An allow-list: a part of Python that comes later is refused until it is evaluated here.
 _NODES = (
     ast.Module,
     ast.Expr,
@@ -154,6 +155,7 @@ def _reason_against_node(node: ast.AST) -> str | None:
             return f"{name} is not evaluated outside"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
             return f"the attribute {name} is not read outside"
+        # Of a name that is no module of ours, any attribute: it may be a value of the program.
         case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(
             module, {name: None}
         ):

@@ -140,6 +140,7 @@ def filter_program(machine: str) -> bytes:
     refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
     code = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, architecture, 1, 0), refuse]
     code.append(_instruction(_LOAD, _NUMBER_OFFSET))
+    # The same calls under other numbers, which the list below does not have.
     if machine == "x86_64":
         code += [_instruction(_AT_LEAST, _FIRST_X32_CALL, 0, 1), refuse]
     for numbers in _REFUSED.values():
@@ -148,6 +149,7 @@ def filter_program(machine: str) -> bytes:
     # its flags lie in memory, which a filter cannot read; without it libraries take clone
     code += [_instruction(_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     code += _on_argument(_CLONE[column], 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse])
+    # Each jumps over the families behind it and over the refusal.
     families = [
         _instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0)
         for place, family in enumerate(_SOCKET_FAMILIES)
@@ -184,6 +186,7 @@ def install(libc: ctypes.CDLL, program: bytes) -> None:
         OSError: the kernel takes none.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: the number of instructions, padding, and a pointer to them
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     set_seccomp, mode_filter = 22, 2
     if libc.prctl(set_seccomp, mode_filter, ctypes.c_char_p(header), 0, 0) == -1:

@@ -37,6 +37,7 @@ def calculate(expression: str) -> str:
         raise ValueError(f"{expression[:60]!r} is no arithmetic expression") from None
     value = _value(tree.body)
     return (
+        # From 2**53 on a float does not tell whole numbers apart.
         str(int(value))
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         else str(value)

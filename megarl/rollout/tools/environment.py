@@ -50,12 +50,13 @@ class ToolEnv(MessageEnv):
         return Step(answers, metrics=counts)
 
     def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
-        """What a call brings, and the figure that counts its failure."""
+        """Make a call; return its text, and the figure that counts its failure."""
         fault = self._toolbox.fault_of(name, arguments)
         if fault is not None:
             return f"Error: {fault}", "bad_tool_calls"
         try:
             return self._toolbox.call(name, arguments), None
+        # The service is at fault and not the call, so that the conversation is left out of training.
         except LOST:
             raise
         except Exception as error:

@@ -133,6 +133,7 @@ def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:
         raise BadCallError(f"the name of a function is expected, not {repr(name)[:40]}")
     if not isinstance(given, dict):
         raise BadCallError(f"the arguments of {name} have to be a JSON object")
+    # An id of nine letters and digits, as the chat templates of Mistral want it.
     return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": given}}
 
 

@@ -67,7 +67,7 @@ class Python:
 
     @classmethod
     def maker(cls, section: ToolConfig, key: str) -> Callable[[], Python]:
-        """What makes interpreters by a tool's section.
+        """Return what makes interpreters by a tool's section.
 
         Raises:
             ConfigError: programs cannot be shut in here, and the section wants that.
@@ -86,7 +86,7 @@ class Python:
         return lambda: cls(limits, section.get("timeout_s", 10.0))
 
     def __call__(self, code: str) -> str:
-        """What code prints, and the value of its last expression.
+        """Run code and return what it prints, with the value of its last expression.
 
         Raises:
             ValueError: it takes too long, or ends the interpreter.

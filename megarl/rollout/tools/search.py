@@ -35,6 +35,7 @@ class DocumentIndex:
 
     def __init__(self, path: str, key: str) -> None:
         self._lock = threading.Lock()
+        # Threads share the connection, one at a time by the lock.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
             "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
@@ -56,6 +57,7 @@ class DocumentIndex:
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             found = self._index.execute(
+                # By rowid too, so that documents of one rank come in the same order in every run.
                 "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?",
                 (match, count),
             ).fetchall()
