@@ -35,6 +35,7 @@ _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
 _MOST_CALLS = 65_536
 _FETCH_S = 10.0
+# Ray colours the tracebacks of workers; errors go to logs too.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
