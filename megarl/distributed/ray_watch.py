@@ -254,7 +254,11 @@ class StartWatch:
             self._watches.append(
                 ProcessWatch(
                     # Popen has a negative code for a process that a signal ended.
-                    name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
+                    name,
+                    process.pid,
+                    self._silent_s,
+                    self._on_lost,
+                    lambda: (process.poll() or 0) < 0,
                 )
             )
 
