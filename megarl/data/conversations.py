@@ -114,6 +114,7 @@ class ConversationEncoder:
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
+        # A line feed or the like behind the turn is no part of what a model generates before it stops.
         del ids[end:]
         ids.append(self._closing_token)
         spans[-1] = (first, len(ids))
@@ -254,6 +255,7 @@ class _TokenizedText:
         """
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        # By prefixes: a token alone may be a part of a character, or decode without its space.
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
@@ -294,6 +296,7 @@ class _Whole:
     ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
         self.text = self._render(messages)
+        # Kept, because each look costs a rendering of the whole conversation.
         self._around_marks: dict[int, tuple[str, str] | None] = {}
 
     def _render(self, messages: Sequence[ChatMessage], *, for_generation: bool = False) -> str:
@@ -341,6 +344,8 @@ class _Whole:
             RecordError: it is not written so; says what was expected and what was found.
         """
         plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
+        # Rendered with and without the generation prompt: the difference is what the template adds for a
+        # response.
         header = prompt.removeprefix(plain)
         opened = _REASONING_MARK.search(header)
         if opened and "</" not in header[opened.start() :] and header not in self.text[after:]:
@@ -575,6 +580,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_written(value: str, written: str) -> bool:
     """Return whether a text stands in another one as it is, or with the escapes of JSON."""
+    # Capitalised: Jinja prints true and false as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 

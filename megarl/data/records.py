@@ -136,6 +136,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
             on_bad(error)
             continue
         if known is not None and known.once:
+            # 16 bytes for each record in place of its texts.
             said = hashlib.blake2b(
                 json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16
             ).digest()
@@ -272,6 +273,7 @@ class Fingerprint:
 
     def add(self, record: Record) -> None:
         """Go on with the next record."""
+        # Only what a record has is added: the digests of plain records stay those of older checkpoints.
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
             content += [record.last, record.tools]
@@ -358,6 +360,7 @@ def text_of(value: Any, key: str, origin: str) -> str:
     if isinstance(value, str):
         _refuse_half_characters([value], key, origin)
         return value
+    # In Python a bool is an int, and true is no answer.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):

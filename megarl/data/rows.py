@@ -104,6 +104,7 @@ def number_of_rows(source: DataSource) -> int:
 
         return int(pyarrow.parquet.ParquetFile(_file(path)).metadata.num_rows)
     with _file(path).open("rb") as lines:
+        # One more, because the last line may have no line feed.
         return sum(piece.count(b"\n") for piece in iter(lambda: lines.read(1 << 20), b"")) + 1
 
 
@@ -167,6 +168,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
     """(origin, JSON value) of every line that is not blank."""
     number = 0
     try:
+        # -sig: programs on Windows begin files with a byte order mark, which is no JSON.
         with path.open(encoding="utf-8-sig") as lines:
             size = os.fstat(lines.fileno()).st_size
             while line := lines.readline(LONGEST_LINE + 1):
@@ -261,6 +263,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     reading = csv.ReadOptions(block_size=LONGEST_LINE)
     number = 0
     try:
+        # Opened twice: types can only be given by the names of columns, which the first line has.
         with csv.open_csv(path, read_options=reading, parse_options=parsing) as header:
             names = header.schema.names
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -339,6 +342,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
 
 
 def _was_saved_to_disk(path: Path) -> bool:
+    # Files that save_to_disk writes; load_dataset refuses such a directory.
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 

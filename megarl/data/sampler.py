@@ -23,6 +23,8 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array
     bytes a record: a list of as many numbers takes five times that."""
     order = array("q", range(size))
     if shuffle:
+        # A text is seeded by its digest, so that no two pairs share an order, as sums of both would. Not
+        # shuffle(): another version of Python may draw otherwise for it.
         draw = random.Random(f"{seed}:{epoch}").random
         for last in range(size - 1, 0, -1):
             other = int(draw() * (last + 1))
@@ -140,6 +142,7 @@ class ResumableSampler(Sampler):
             chunk = self._order[self._position : self._position + count - len(taken)]
             taken += chunk
             self._position += len(chunk)
+            # At once and not at the next call: a saved position is always less than the size.
             if self._position == self.size:
                 self._go_to(self._epoch + 1, 0)
         return taken

@@ -93,6 +93,7 @@ def _cached(model_name: str, file: str) -> str | None:
     from transformers.utils import cached_file
 
     options = {"_raise_exceptions_for_missing_entries": False}
+    # Without the network first: a file that is here must not wait for one.
     found = cached_file(
         model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options
     )

@@ -73,6 +73,7 @@ def get_tokenizer(
             f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
             "tokenizer_config.json"
         )
+    # Any token would do: lengths and masks leave the padding out.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")

@@ -46,6 +46,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> li
             node //= 2
             largest = max(room[2 * node], room[2 * node + 1])
             if room[node] == largest:
+                # The largest room here is what it was, and so it is in all nodes above.
                 break
             room[node] = largest
     return bins
@@ -58,6 +59,7 @@ def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> lis
     room_and_bin: list[tuple[int, int]] = []
     for index in order:
         length = lengths[index]
+        # -1 comes before every bin number: a bin with exactly this room is found too.
         place = bisect_left(room_and_bin, (length, -1))
         if place == len(room_and_bin):
             room, number = capacity, len(bins)
@@ -128,6 +130,7 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
             return
         halves = split(members, lengths)
         smaller = min(sum(lengths[index] for index in half) for half in halves)
+        # No two tie breaks are equal, so that the heap never compares the members.
         heapq.heappush(splittable, (-smaller, tie_break, members, halves))
 
     for number, members in enumerate(bins):
