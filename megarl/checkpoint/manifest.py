@@ -170,6 +170,7 @@ def _read(root: Path) -> Mapping[str, Any]:
             f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}"
         )
     files = manifest.get("files")
+    # An empty table matches its digest too: written over nothing it must not count as whole.
     if files == {}:
         raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
     if (

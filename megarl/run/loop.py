@@ -58,7 +58,7 @@ class Reporting:
         timer: told the phases of a step.
         memory: the memory figures of the workers, in GiB.
         throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
-        restarts: how often engines and workers were started anew, by name; empty where they were not.
+        restarts: how often engines and workers were restarted, by name; empty where they were not.
         look_around: called after each step, before anything is written; raises where the directory that all
             of it goes to is gone.
     """
@@ -194,6 +194,7 @@ def _run_steps(
     profiler: StepProfiler | None,
     held: _HeldStep,
 ) -> int:
+    # Drops the seconds of the start, which belong to no step.
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
         if algorithm.validate_beside():
@@ -202,10 +203,13 @@ def _run_steps(
             validation = _validate(algorithm, reporting)
             reporting.write(0, reporting.row(0, {}), validation)
     for step in range(first_step + 1, schedule.total_steps + 1):
+        # Nothing to save, or nothing new since the checkpoint at hand; otherwise one more step is trained and
+        # saved.
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             held.finish()
             return step - 1
         if checkpoints is not None:
+            # Without waiting: what has been written meanwhile becomes visible.
             checkpoints.settle()
         begun = time.monotonic()
         if profiler is not None:
@@ -225,6 +229,7 @@ def _run_steps(
         # a step that was skipped has not all of them, nor has a warm-up
         if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
+        # A stop is looked for again, because it may have come during the step.
         saves = checkpoints is not None and (
             checkpoints.due(step, schedule.total_steps) or stop.reason is not None
         )
@@ -236,6 +241,7 @@ def _run_steps(
                         step,
                         algorithm.sampler.state(),
                         metrics,
+                        # Asked later, when the variable of the loop has moved on: the step is bound now.
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
                         is_validated=not is_beside,
                     )
@@ -251,6 +257,7 @@ def _run_steps(
             stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
+            # A stop also waits for the write beside training, of which the last one is known.
             held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
             stop.save_took(*held.save_took)
             if stop.reason is not None:

@@ -93,6 +93,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
         importing.start()
         try:
+            # Before the start, which may fail when some of Ray's processes run already.
             stack.callback(shutdown_ray)
             init_ray(timeout_s=timeout_s, silent_s=silent_seconds(least_s))
             _ray_start["seconds"] = time.monotonic() - begun
@@ -118,14 +119,14 @@ def _load_openmp() -> None:
 
 def _import_for_driver() -> None:
     for module in _DRIVER_IMPORTS:
-        # Whoever uses it meets the error again, where it can be told.
+        # Whoever uses it meets the error again, where it can be reported.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
 def uses_gpus(device: str, gpus: float) -> bool:
-    """Whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it takes
-    GPUs where Ray has some.
+    """Return whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it
+    takes GPUs where Ray has some.
 
     Args:
         device: ``cluster.device``.
@@ -205,6 +206,7 @@ def start_policy(
     from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.models.policy.lm_policy import Policy
 
+    # Modules that a configuration names by file: no worker can import them by name, so they travel by value.
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     if beside is None:
@@ -248,8 +250,8 @@ def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
 
 
 def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
-    """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and
-    counts once: not again where workers are built anew, nor for a second model."""
+    """Return the seconds that building the workers may take; a resumed run reads a checkpoint besides. Ray is
+    started once, and counts once: not again where workers are rebuilt, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
     return max(deadlines["init_s"] - starting, 1.0) + reading
@@ -284,8 +286,8 @@ def start_models(
 def checkpoint_memory(
     checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory:
-    """Where checkpoints wait that are written while training goes on: the shared memory of this node, or of
-    each node that ranks are on.
+    """Return the memory in which checkpoints wait while training goes on: that of this node, or of each node
+    that ranks are on.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
