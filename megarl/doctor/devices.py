@@ -104,6 +104,7 @@ def read_driver() -> Driver | DriverFault | None:
 
     try:
         pynvml.nvmlInit()
+    # A machine without a driver is no fault: runs use its CPU.
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:

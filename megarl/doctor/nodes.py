@@ -252,6 +252,7 @@ class Adder:
         world = dist.get_world_size()
         summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
         dist.all_reduce(summed)
+        # After the first sum alone: each later one adds up sums.
         right = bool((summed == world * (world + 1) / 2).all())
         seconds = []
         for _ in range(REPEATS):
@@ -259,9 +260,11 @@ class Adder:
             here.synchronize()
             start = time.perf_counter()
             dist.all_reduce(summed)
+            # NCCL only queues: without this the clock would stop before the sum is done.
             here.synchronize()
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()
+        # The median, which one slow sum does not move.
         return sorted(seconds)[REPEATS // 2], right
 
 

@@ -67,6 +67,7 @@ def check_package(requirement: Requirement) -> Check:
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
         return ROOM.failed(requirement.name, "not installed", fix)
+    # By default a specifier leaves out pre-releases; one that is installed is meant.
     if not requirement.specifier.contains(version, prereleases=True):
         return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
     note = (

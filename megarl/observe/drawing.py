@@ -129,6 +129,7 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
     if last:
         axes.set_xlabel("training step", fontsize=11)
         low, high = axes.dataLim.intervalx
+        # A single step: matplotlib would divide the axis into fractions of it.
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -216,6 +217,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
+    # From above as the bars are stacked: the last one that was plotted is on top.
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 

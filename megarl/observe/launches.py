@@ -209,6 +209,7 @@ def restarts_within(launches: Iterable[Launch], what: str) -> int:
 def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
     """None for an entry that lacks something or has it of another type, as a damaged file may."""
     try:
+        # By way of JSON, whose lists a strict validation takes for tuples; it refuses Python's.
         return adapter.validate_json(json.dumps(entry), strict=True)
     except (ValidationError, RecursionError):
         return None

@@ -34,6 +34,7 @@ class MetricsFile:
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND: every write goes to the end, also after the file was cut.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._drop_partial_line()
 
@@ -74,6 +75,7 @@ class MetricsFile:
             for line in stream:
                 row = _parse(line)
                 if row is None or row["step"] > step:
+                    # Kept bytes before the first dropped row: all kept ones, where only the last rows go.
                     bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
@@ -118,6 +120,7 @@ class MetricsFile:
             )
 
     def _open_again(self) -> None:
+        # Before the old one is closed, so that an error leaves a descriptor that can be used.
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         os.close(self._descriptor)
         self._descriptor = descriptor

@@ -40,6 +40,7 @@ _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
+# Colours that follow the page, which may be light or dark.
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
 # A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger
 # screens it is more.
@@ -445,6 +446,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         )
     # Above the bars, as names of any length have room there.
     for position, name in zip(positions, runs, strict=True):
+        # Out of the layout, because a long name would shrink the axes.
         shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
         axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(
             False
@@ -492,6 +494,7 @@ def _svg(figure: Figure, title: str) -> str:
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        # No date and no version: the same curves give the same bytes.
         figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

@@ -121,6 +121,7 @@ class ProgressConsole:
             # the terminal may be gone
             with contextlib.suppress(OSError):
                 live.remove_task(task)
+                # The outermost phase is the one that began the live display.
                 if len(self._open) == 1:
                     self._live = None
                     live.stop()
@@ -136,6 +137,7 @@ class ProgressConsole:
             yield
         finally:
             ended.set()
+            # No line may come after the one that ends the phase.
             teller.join()
 
     def _tell(self, phase: Phase, ended: threading.Event) -> None:

@@ -76,6 +76,7 @@ class SampleFiles:
                 with them and takes time.
         """
         with self._changed:
+            # Rows that find no place are lost: a step never waits for a disk.
             full = len(self._waiting) >= _MOST_WAITING
             if not full and not self._closed:
                 self._waiting.append((kind, step, rows, then))

@@ -73,6 +73,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
             steps.append(step)
             values.append(number)
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # Taken out one by one, so that the points of a long run are never held twice.
     series = {name: _series(*points.pop(name), same) for name in list(points)}
     return Log(series, not_finite, last_time)
 

@@ -277,6 +277,7 @@ def _scalar(value: Any) -> int | float | bool | str | None:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
+        # numpy's float64 is a float of Python; this makes a plain one of it.
         return float(value)
     item = getattr(value, "item", None)
     if item is None:

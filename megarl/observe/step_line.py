@@ -19,9 +19,9 @@ REWARD_NAMES = (
     "mean_reward",
 )
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
+"""Counts of responses without a reward, shown where there are any."""
 EPISODES = "episodes/"
 """What the names of metrics begin with that count conversations by how they ended."""
-"""Counts of responses without a reward, shown where there are any."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")

@@ -140,6 +140,7 @@ class PhaseTimer:
         now = self._clock()
         for path, start in self._open:
             self._add(path, now - start)
+        # An open phase goes on in the next step, from now.
         self._open = [(path, now) for path, _ in self._open]
         collected = {f"{path}_s": seconds for path, seconds in self._seconds.items()}
         collected[STEP_SECONDS] = now - self._step_start
