@@ -71,6 +71,7 @@ def _baseline_and_std(
     own_count, own = (
         (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
     )
+    # Rows without others divide by 1 here, and get their own reward as the baseline below.
     others = count - own_count
     mean = (_group_sums(centred, group) - own) / others.clamp(min=1)
     mean_square = (_group_sums(centred.square(), group) - own.square()) / others.clamp(min=1)
@@ -317,6 +318,7 @@ def gdpo_advantages(
         )
     total = torch.zeros_like(valid_mask, dtype=torch.float64)
     for name, rewards in parts.items():
+        # A row that lacks a reward is left out of its group for that reward alone.
         has_part = (valid_mask != 0) & ~rewards.isnan()
         known = torch.where(has_part, rewards, 0.0).double()
         compared = group_advantages(
@@ -399,6 +401,8 @@ def generalized_advantages(
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()
+    # Backwards, as each token needs what is behind it; positions that do not count carry both numbers
+    # through.
     for token in reversed(range(values.shape[1])):
         here = counts[:, token]
         change = rewards[:, token] + discount * value - values[:, token]

@@ -117,6 +117,7 @@ class SamplingAhead:
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
+        # A single thread: prompts are taken from the sampler in the order of steps, whoever is faster.
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0
@@ -151,6 +152,7 @@ class SamplingAhead:
         if self._coming is None:
             return
         future, self._coming = self._coming, None
+        # A step that did not wait has no phase of waiting in its metrics.
         waits = nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT)
         try:
             with waits:

@@ -186,6 +186,7 @@ class Distillation(Sampled):
             self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)]
             for record in records
         ]
+        # By teacher and not by row: each is brought to the devices once a step.
         for name in self.teachers:
             rows = [row for row, other in enumerate(names) if other == name]
             if rows:
@@ -243,6 +244,7 @@ class Distillation(Sampled):
 
 def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
     if at(config, TEACHER) is not None:
+        # No directory in a checkpoint: a teacher is never trained.
         return (Role(TEACHER, None, section=TEACHER),)
     return tuple(
         Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {}

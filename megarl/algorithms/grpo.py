@@ -279,6 +279,7 @@ class GRPO(Sampled):
         samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
+            # In the batch alone: samples keeps its mask, so that these responses stay in their groups.
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
@@ -329,6 +330,7 @@ class GRPO(Sampled):
         counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
         # Estimated once a response: a group counts responses, however many segments each has.
         advantages, metrics = self.advantages(segments.by_response(counted), scored)
+        # An estimator may take columns from its batch or add some, as PPO does: the rows follow.
         for name in {*batch} & known - {*scored}:
             del batch[name]
         for name in {*scored} - known:
@@ -462,6 +464,7 @@ class GRPO(Sampled):
                 generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
             )
             metrics = {**metrics, **of_sequences}
+        # By what is kept: sequences that were left out are not trained on.
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
@@ -505,6 +508,7 @@ class GRPO(Sampled):
         # What the error threshold left out may be NaN, which would make the whole group NaN.
         divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        # Without column 0: the first token of a row has no log-probability.
         mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 

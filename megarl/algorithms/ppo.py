@@ -223,6 +223,7 @@ class PPO(GRPO):
             after_end=after_end,
         )
         metrics["explained_variance"] = explained_variance(before, returns, counts)
+        # float64 up to here: a return sums up thousands of tokens.
         batch["prev_values"], batch["returns"] = before, returns.float()
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
@@ -246,10 +247,12 @@ class PPO(GRPO):
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
+        # Taken out of the batch: the actor's workers have no use for them.
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         inputs = [key for key in (*MODEL_INPUTS, RESPONSE) if key in batch]
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in inputs}, **learned})
         epochs_of_critic = self.config["critic_ppo_epochs"]
+        # The critic first: then the actor has the devices when the next step samples.
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()

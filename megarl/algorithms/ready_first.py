@@ -233,9 +233,11 @@ class ReadyFirst:
     def _begin(self, group: _Group) -> None:
         with self._changed:
             self._groups[group.ordinal] = group
+        # Daemons, because groups may be under way when a run ends, and nobody waits for them.
         threading.Thread(target=self._run, args=(group,), name=f"group-{group.ordinal}", daemon=True).start()
 
     def _run(self, group: _Group) -> None:
+        # One a group: a timer serves one thread.
         timer = PhaseTimer()
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)

@@ -42,6 +42,7 @@ def refit_policy_generation(
     """
     if colocated_inference:
         policy.offload_before_refit()
+        # In two parts: the cache takes the memory that the policy's weights have until they are handed over.
         policy_generation.prepare_for_generation(tags=["weights"])
         _hand_over(policy, policy_generation, _refit_buffer_size_gb)
         policy.offload_after_refit()

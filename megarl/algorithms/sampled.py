@@ -154,6 +154,7 @@ class Sampled(Algorithm):
     config: SampledConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
+        # Within functions, here and below: a configuration is checked by these classes without torch.
         from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
@@ -439,6 +440,7 @@ class Sampled(Algorithm):
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
         batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
+        # Computed in parts already, while other responses were sampled (ScoredAhead).
         if previous and PREV_LOGPROBS in samples:
             batch[PREV_LOGPROBS], previous = samples[PREV_LOGPROBS], False
         if not previous and not reference:
@@ -471,6 +473,7 @@ class Sampled(Algorithm):
             self.policy.finish_training()
             for result in results:
                 self.timer.passed(trained_sequences(kept, result, self.loss_fn))
+        # Without a global batch no weight has changed, and engines need none.
         if self.refit is not None and results:
             self.refit.stale = True
         return metrics
@@ -493,6 +496,7 @@ class Sampled(Algorithm):
 
         section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
         size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
+        # Segments of a response share a global batch, whose rows are known only now.
         if RESPONSE in batch:
             batch, size, rows = global_batches(
                 batch, size, rows_of_a_round(section, model.data_parallel_size)

@@ -76,6 +76,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
         }
     tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
     path = _path_of(place, number)
+    # Cloned, because safetensors refuses tensors that share memory.
     save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
     told = {
         "records": [record.index for record in batch.rollouts.records],
@@ -122,6 +123,7 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
     path = _path_of(place, number)
     try:
         told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        # Batches of earlier versions have no digest.
         if told.get("digest", "") not in {"", hash_of(path)}:
             raise ValueError(f"{path} is not as it was written")
         return _read(path, told, data)

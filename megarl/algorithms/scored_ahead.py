@@ -50,6 +50,7 @@ class ScoredAhead:
             generations: responses a prompt.
         """
         prompts = len(segments) // generations
+        # Whole prompts, so that the size of a part is known before its responses are.
         bounds = [part * prompts // self._parts * generations for part in range(self._parts + 1)]
         self._segments, self._bounds, self._coming = segments, bounds, {}
         self._missing = [end - start for start, end in pairwise(bounds)]

@@ -107,6 +107,8 @@ class Supervised(Algorithm):
         for start in range(0, records, size):
             chosen = range(start, min(start + size, records))
             batch = self.batch(self.validation_data, chosen, rows=gbs)
+            # For each batch again: the log-probabilities of a reference may have put the model into another
+            # mode.
             self.policy.prepare_for_training()
             metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, gbs=gbs, mbs=mbs))
             weight = self.weight(batch)
