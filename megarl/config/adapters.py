@@ -106,6 +106,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
     if rule.kind not in CUT_KINDS:
         return 0
+    # An empty list means every linear layer; experts have adapters only where they are named.
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()

@@ -94,6 +94,7 @@ def read_pipeline_layout(text: str) -> list[str]:
             ends.
     """
     unrolled = text.replace(",", "").replace(" ", "")
+    # Groups first: the second pattern would take a closing bracket for a layer.
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
     unknown = sorted(set(unrolled) - set("EtL|"))
@@ -137,4 +138,5 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
         raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
     if sum(chunks) != num_layers:
         raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
+    # Megatron-Core gives chunk c to stage c modulo stages.
     return [sum(chunks[stage::stages]) for stage in range(stages)]

@@ -175,6 +175,7 @@ def _stage_memory(
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
         trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
+        # The model without its adapters is the reference, and needs no copy.
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
@@ -427,6 +428,7 @@ def estimate_sharded(
         -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
+    # The torch backends run neither mixtures of experts nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = (

@@ -93,6 +93,7 @@ def device_ledger(
         rest: what stays of a process of training that has left the device (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
+    # Each model has processes of its own on the device.
     rest *= 1 + len(beside)
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights

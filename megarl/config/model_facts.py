@@ -160,6 +160,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         KeyError: a size is missing.
         ValueError: one is no number of at least 1.
     """
+    # Models that also see have the sizes of their language model in a section.
     text = content.get("text_config") or content
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
@@ -193,6 +194,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        # As transformers has it in the configs of these models.
         head_dim=latent.qk_rope_head_dim
         if latent
         else int(text.get("head_dim") or int(text["hidden_size"]) // heads),

@@ -167,11 +167,13 @@ def override_faults(overrides: Sequence[str]) -> list[Violation]:
     Raises:
         OverridesError: one cannot be read.
     """
+    # A key that is removed is one of the configuration, which is not known here.
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
     return [
         *found,
+        # Absent keys are no faults: the configuration may have them.
         *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
     ]
 

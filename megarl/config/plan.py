@@ -70,6 +70,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
+        # Only the policy generates: the others have no cache of keys and values.
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         layout = layout_of(View(seen))
         found[path] = (

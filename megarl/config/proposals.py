@@ -49,6 +49,7 @@ def valid(
         while pending:
             key, value = pending.popitem()
             raw = put(raw, key, value)
+            # What is written as a reference to a changed key changes with it.
             pending |= {other: value for other in follow.get(key, ()) if other not in changes}
         return examine(raw)[1]
 
@@ -102,6 +103,7 @@ class _Search:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after
+        # By the changes as JSON; those of no change are known.
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:

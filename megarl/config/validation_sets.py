@@ -116,5 +116,6 @@ def _members(sources: Sequence[ValidationSource]) -> dict[str, _Members]:
     for place, source in enumerate(sources):
         members = sets.setdefault(set_name(source), _Members())
         members.places.append(place)
+        # Sources of one set agree on these; a rule has compared them.
         members.said |= {key: source[key] for key in SAMPLING_KEYS if key in source}
     return sets

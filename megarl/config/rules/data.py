@@ -213,6 +213,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
                 )
                 continue
             for key in SAMPLING_KEYS:
+                # Absent is not null: an absent key follows that of the run.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
                     bound = f"{first} is of the same set, {name}, and says {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"

@@ -104,6 +104,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     bound = (
         f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     )
+    # The fewest nodes that together hold whole copies of the model.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f"; {whole_copy} nodes of {ranks} ranks are the fewest"

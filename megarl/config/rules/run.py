@@ -212,6 +212,7 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     if not callable(found):
         return f"it is {found!r:.60}, and a class is wanted"
     try:
+        # A copy, which the user's class may change.
         made = found(copy.deepcopy(dict(section)))
     # a user's code may fail in any way, and end itself
     except (Exception, SystemExit) as error:
@@ -349,6 +350,7 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         )
 
 
+# Products of decimal fractions are whole only up to rounding.
 _ROUNDING = 1e-9
 
 

@@ -599,6 +599,7 @@ ROWS_OF_RUNS = (
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
+    # groupby joins neighbours alone: rows of one rule have to stand next to each other.
     for name, rows in groupby(table, lambda row: row.rule):
         yield _rule(name, [row.violations for row in rows])
 
@@ -607,6 +608,7 @@ def _rule(name: str, rows: list[Rule]) -> Rule:
     def rule(view: View) -> Iterator[Violation]:
         return apply_rules(rows, view)
 
+    # Tests find a rule by the name of its function.
     rule.__name__ = name
     return rule
 
