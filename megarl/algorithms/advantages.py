@@ -358,6 +358,7 @@ def reinforce_plus_plus_advantages(
                 _groups(prompts, values, compared), values, compared, leave_one_out_baseline=False
             )[0]
         )
+    # A row in which nothing counts may have a reward that is NaN.
     values = torch.where(counts.any(dim=1), values, 0.0)
     returns = values[:, None].expand(mask.shape)
     if token_penalties is not None:
@@ -422,6 +423,7 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | N
         token_penalties: [B, S] float, read under the mask; None for none.
     """
     counts = mask != 0
+    # Counted tokens from here to the end: 1 at the last one that counts.
     behind = _to_the_end(counts.long())
     found = torch.where(counts & (behind == 1), rewards.double()[:, None], 0.0)
     return found if token_penalties is None else found - torch.where(counts, token_penalties.double(), 0.0)

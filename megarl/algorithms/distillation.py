@@ -212,6 +212,7 @@ class Distillation(Sampled):
                 asked = inputs if len(rows) == inputs.size else inputs.select_indices(rows)
                 found: BatchedDataDict[Any]
                 if self.is_topk:
+                    # A teacher's output layer may be padded further: the policy has no logits for those rows.
                     size = self.policy.vocab_size
                     found = teacher.get_topk_logits(
                         asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size

@@ -252,6 +252,7 @@ class GRPO(Sampled):
             REWARD_MODEL.name: self.config["reward_model_weight"],
         }
         self.pad_token_id = parts.tokenizer.pad_token_id
+        # Loaded once: a user's file that is saved meanwhile must not change the algorithm of the run.
         own = self.config.get("adv_estimator")
         self.estimator = (
             None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
@@ -385,6 +386,7 @@ class GRPO(Sampled):
         # Before the reward changes: where the environment says no accuracy, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
+        # A masked response has no reward that a score could be added to.
         samples["reward"] = torch.where(
             samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores
         )

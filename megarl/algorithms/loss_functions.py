@@ -334,6 +334,7 @@ class ClippedPGLossFn:
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
+            # By the ratio itself: in the weight an infinite one counts as 0, and here it is the bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
         judged = weight

@@ -236,6 +236,7 @@ class PPO(GRPO):
 
         if not self.config["rewards_by_turn"]:
             return torch.zeros(counts.shape, dtype=torch.float64)
+        # The weight belongs to a sum with a score; without a reward model the reward counts as it is.
         weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         return weight * samples["token_rewards"].double().where(counts, 0.0)
 

@@ -274,6 +274,7 @@ class ReadyFirst:
                     return groups, dropped
                 if not self._order.drops or not stale:
                     self._changed.wait(_LOOK_SECONDS)
+            # Others take the place of dropped groups while the step waits.
             self._fill(step, step - 1)
 
     def _enough(self, oldest: int) -> list[int] | None:

@@ -256,6 +256,7 @@ class Sampled(Algorithm):
             return {}
         self.turns.take(ACTOR)
         if self.refit is not None and not self.refit.colocated:
+            # A refit to engines apart reads the weights on the device, where another model may be now.
             self.turns.bring(ACTOR)
         validated = self._validated(self.collector)
         if self.refit is not None:

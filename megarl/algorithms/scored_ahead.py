@@ -88,6 +88,7 @@ class ScoredAhead:
         with self._timer.phase(LOGPROBS):
             found = [self._coming[part].result() for part in sorted(self._coming)]
         self._timer.merge(self._own_timer, {})
+        # Each part is as wide as its own longest row.
         return torch.cat([pad(part, (0, width - part.shape[1])) for part in found])
 
     def close(self) -> None:

@@ -568,6 +568,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """Return the environments of an ``env`` section that have names: the sections in it that are no keys of
     its own."""
+    # rewards, options and tools are sections too, and no environments.
     own = keys_of(EnvConfig)
     return {
         name: cast(EnvConfig, inner)

@@ -218,6 +218,7 @@ def host_memory(
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together
+    # With several nodes, engines apart have nodes of their own.
     if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
         found += apart[1] * (engine.host + on_cpu * engine.budget)
     return int(found)

@@ -48,6 +48,7 @@ _ON_TORCH = {
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
+# Sections of other trainers that have such keys within, and so are entered.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
 _IS_KEY = re.compile(r"[\w.{}]+")
 

@@ -107,6 +107,7 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     if parameters is None:
         return Arguments((RESPONSE, ANSWER), ())
     names = [each.name for each in parameters if each.kind in _NAMED]
+    # A known name gets its value even where it has a default; an unknown one keeps its default.
     given = [
         each
         for each in parameters

@@ -90,6 +90,7 @@ class ConversationEncoder:
         if self.template.marks_turns:
             return self._by_marks(messages, tools, origin, spoken)
         whole = _Whole(self.template, messages, tools, origin)
+        # The whole at once: parts that are encoded alone join to other tokens at their borders.
         text = _TokenizedText.of(self.tokenizer, whole.text, origin)
         spans, dropped = list[tuple[int, int]](), 0
         floor = 0
@@ -317,6 +318,7 @@ class _Whole:
             RecordError: that cannot be told.
         """
         prompt = self._render(self.messages[:place], for_generation=True)
+        # The usual case: the turns before are written as they were when this one was generated.
         if self.text.startswith(prompt):
             return len(prompt)
         after = self._end_of_content(place - 1)

@@ -37,6 +37,7 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "tool": frozenset({"tool", "assistant"}),
 }
 
+# Up to this number every whole number is a float64.
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 _STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)

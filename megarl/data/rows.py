@@ -258,6 +258,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow import csv
 
+    # Cells may hold whole texts and programs, whose lines Arrow would take for rows.
     parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix.lower()], newlines_in_values=True)
     # a row must fit into a block
     reading = csv.ReadOptions(block_size=LONGEST_LINE)

@@ -209,6 +209,7 @@ class MixtureSampler(Sampler):
             )
         total = sum(exact)
         common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
+        # In whole numbers no share drifts, however long the run.
         self._whole = [int(weight * common) for weight in exact]
         self._total = sum(self._whole)
         self._offsets = [0, *accumulate(sizes)]

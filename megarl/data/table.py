@@ -280,6 +280,7 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         for name, column in columns.items():
             for part, stored in (("values", column.values), ("starts", column.starts)):
                 assert isinstance(stored, StoredValues)
+                # Every byte is compared: one that flipped on the disk would be trained on.
                 stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -511,6 +511,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:
         for value in call.kwargs.values():
+            # The way through the store costs more than a small value takes in the message.
             if (
                 value is None
                 or isinstance(value, (bool, int, float, str, ray.ObjectRef))

@@ -108,6 +108,7 @@ def read_driver() -> Driver | DriverFault | None:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:
+        # A driver that does not answer is a fault and no absence: after an update it may not fit its library.
         return DriverFault(str(error))
     try:
         # NVML sees GPUs that CUDA_VISIBLE_DEVICES hides from torch

@@ -108,6 +108,7 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
     """Return the ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a
     node, but two at least."""
+    # Of the node with the fewest, as every node gets the same number of ranks.
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]

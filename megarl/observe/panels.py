@@ -422,6 +422,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     }
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
+    # Means a step, so that runs of different lengths compare.
     counts = list[int]()
     for series in runs.values():
         counted = [STEP] if STEP in series else phase_names(series)

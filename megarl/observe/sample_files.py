@@ -164,6 +164,7 @@ class SampleFiles:
 
     def _prune(self, kind: str) -> None:
         if self._most_files is not None:
+            # Not the first file, which shows how the run began. -0 would be the beginning: None is the end.
             for _, path in list_samples(self._directory, kind)[1 : -(self._most_files - 1) or None]:
                 path.unlink(missing_ok=True)
 

@@ -186,6 +186,7 @@ class MlflowSink:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except Exception as error:
+            # This answer alone: a server that is down must not lead to a second run.
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
             logger.warning("MLflow has no run %s any more; a new one is made", run_id)

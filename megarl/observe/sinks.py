@@ -251,6 +251,7 @@ def open_sinks(
         try:
             sinks.append(build())
         except ConfigError:
+            # Those that are open already would stay so: nobody has them yet.
             MetricSinks(sinks).close()
             raise
         except (Exception, SystemExit) as error:

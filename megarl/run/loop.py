@@ -138,8 +138,10 @@ class _HeldStep:
             return
         step, row = self._row
         validation = self._algorithm.validated_beside()
+        # No step has followed, so that the weights are still those of the held step.
         if validation is None:
             validation = _validate(self._algorithm, self._reporting)
+        # Only now: where the validation fails, the row is still written on leaving.
         self._row = None
         self._reporting.write(step, row, validation)
         if self._checkpoints is not None:
@@ -219,6 +221,7 @@ def _run_steps(
             if profiler is not None:
                 profiler.end(step)
             held.finish()
+            # Behind the last step, or a stop, nothing follows that a validation could go on with.
             is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
             is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
             validation = _validate(algorithm, reporting) if is_due and not is_beside else {}

@@ -65,6 +65,7 @@ class MemoryOfNodes:
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
         self._places = {node: Path(path) for node, path in paths.items() if path is not None}
+        # All or none: where one node has no room, every rank writes to the disk at once.
         if self._places.keys() == self._actors.keys():
             return True
         self.free()

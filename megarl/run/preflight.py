@@ -251,6 +251,7 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
 def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
     """Return the directories of a run by their keys, each with the bytes that it leaves there in the end."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
+    # What is left of the run's disk without checkpoints is the export.
     exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
     places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
     if section["enabled"]:
@@ -309,6 +310,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
 def low_limits(config: RunConfig) -> Iterator[Violation]:
     """Yield limits on processes and open files under which a local Ray with the run's workers would not come
     up."""
+    # The hard limit, to which Ray raises the soft one when it starts.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         yield Violation(

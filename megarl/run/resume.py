@@ -133,6 +133,7 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
             f"{path} cannot be read: {error}. Fix: resume from another one"
         ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
+    # Redacted both: the stored one has its secrets hidden, and each would look changed.
     for key, (old, new) in check_changes(
         redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
     ).items():

@@ -276,6 +276,7 @@ def start_models(
     built = make_policy(config, tokenizer, start, stack, actor)
     models = {actor: built}
     for role in others:
+        # The next model loads its weights on the same devices.
         built.offload_after_refit()
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
     if others:
@@ -299,6 +300,7 @@ def checkpoint_memory(
     nodes = {
         role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None
     }
+    # Ranks on the driver's node alone need no actor to hold their memory.
     if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
         return OwnMemory(checkpoint_dir)
     from megarl.run.memory_of_nodes import MemoryOfNodes
@@ -319,6 +321,7 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
     return RayVirtualCluster(
         [ranks] * nodes,
         use_gpus=uses_gpus(section["device"], ray_calls.cluster_resources().get("GPU", 0)),
+        # A share of each GPU for every model, and one for engines on the same devices.
         max_colocated_worker_groups=models + shares_devices,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),
