@@ -147,6 +147,7 @@ class Distillation(Sampled):
             scored = scored if segments is None else segments.by_response(scored)
             means = scored["apart"].sum(dim=1) / scored["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, scored, self.train_data.sources)
+        # Back from the teachers.
         self.turns.take(ACTOR)
         self.empty_steps.look(batch, rollouts.samples, step)
         trained = self.train_policy(batch, step, rows)

@@ -174,6 +174,7 @@ class ReadyFirst:
     def save(self, directory: Path) -> None:
         """Write the groups that wait, and which others are under way; to be called in a pause."""
         with self._changed:
+            # In the order in which they were complete, by which a resumed run chooses too.
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
             running = [
                 [each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready

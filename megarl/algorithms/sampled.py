@@ -190,6 +190,7 @@ class Sampled(Algorithm):
         ):
             assert parts.refit is not None, "a rule wants engines apart"
             engine = held = HeldEngines(parts.refit)
+            # A timer serves one thread, and sampling has its own.
             timer = PhaseTimer()
             lag = asynchrony["max_trajectory_age_steps"]
             self.ahead = SamplingAhead(

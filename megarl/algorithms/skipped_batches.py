@@ -104,6 +104,7 @@ class SkippedBatches:
         from safetensors import SafetensorError
 
         try:
+            # What is kept is for people: a full disk must not end a run that goes on.
             self._write(self.directory / f"{name}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(

@@ -127,6 +127,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         files = manifest["files"]
         if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
             return problems
+        # Sizes first: nothing has to be read, and a write that broke off shows already.
         problems = [
             problem
             for name, entry in files.items()

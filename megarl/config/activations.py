@@ -153,6 +153,7 @@ def sparse_layer_activation_bytes(
         (tokens, tensor, sequence_parallel, kept),
         [part for part in recomputed if part == "core_attn"],
     )
+    # Then it is a dense layer whose MLP keeps nothing.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)

@@ -81,6 +81,7 @@ _NEEDED = (
 )
 
 
+# Cached, so that all checks see one class of a user's file.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
     """Return the algorithm of that name or import path.

@@ -183,6 +183,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if kind.section is not None:
             filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
+    # A rule reports it, together with all other faults.
     except ConfigError:
         return filled
     except Exception as error:

@@ -555,6 +555,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not is_import_path(name):
         return
     function = own_function(name, key)
+    # Without the data nobody knows whether a parameter is called as one of their fields.
     if columns is None:
         return
     for fault in describe_faults(function, columns):

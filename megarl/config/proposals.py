@@ -74,6 +74,7 @@ def with_proposals(
         before = {violation.key for violation in search.after(search.chosen)}
         group = search.settle(key) if key in before else None
         if group is not None:
+            # A change may mend several keys, which then have one fix.
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [

@@ -145,6 +145,7 @@ def facts_or_violations(
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
+            # Before the model is read, which may be of that family.
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [

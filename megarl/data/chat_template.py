@@ -35,6 +35,7 @@ _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 """A text may have the first number of characters, and the second one for each character of its messages and
 tools."""
 
+# The function by which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -190,12 +190,16 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
+        # Names of one set alone (LiveCodeBench, MBPP), known by another field: elsewhere they mean something
+        # else.
         names += [
             name
             for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
             if {name, of_set} <= row.keys()
         ]
     for name in names:
+        # Further fields of the same prompt: Alpaca's input, Dolly's context, the starting code of programming
+        # tasks.
         behind = (
             ["input", "context"]
             if name == "instruction"

@@ -31,6 +31,7 @@ from megarl.errors import RecordError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# As DeepSeek's API, vLLM and Harmony's template call it.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40

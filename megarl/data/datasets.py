@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Records that are tokenized in one call, which fast tokenizers do on several threads.
 _CHUNK = 1024
 # Of the texts that are tokenized together, which takes hundreds of bytes for each.
 _CHUNK_CHARACTERS = 2**21
@@ -365,6 +366,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
     encoder = reading.encoder(source.get("env_name"))
     digest = content_digest(source)
+    # Found by its key alone: all that the tokens depend on is in it.
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     doubts = None

@@ -234,6 +234,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     )
     if isinstance(value, str):
         value = messages_in_json(value) or value
+    # A single message without a list around it, as some sets store answers.
     elif are_messages([value]):
         value = [value]
     if isinstance(value, list) or prompt_key is None:
@@ -569,6 +570,7 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
     if key is None:
         return ()
     value = value_of(row, key, origin)
+    # Arrow gives every tool the parameters of all tools, null where it has none.
     if is_table(source):
         value = without_padding(value)
     if isinstance(value, str) and value.strip():

@@ -240,6 +240,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            # In parts, because a file may be larger than memory.
             for batch in file.iter_batches(_READ_TOGETHER):
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row

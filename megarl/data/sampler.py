@@ -265,6 +265,8 @@ class MixtureSampler(Sampler):
             spread * (weight * number - given * self._total)
             for weight, given in zip(self._whole, taken, strict=True)
         ]
+        # Never empty: the lags add up to one index, so one is at least 1 / k, and k <= 2k - 2 for two sources
+        # or more.
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
         return min(
             eligible,

@@ -140,6 +140,7 @@ class RayVirtualCluster:
         max_retries: int = 6,
         ready_timeout_s: float = 180.0,
     ) -> None:
+        # First of all: __del__ gives the places back, also where a check below raises.
         self._placement_groups: list[PlacementGroup] | None = None
         _check_arguments(
             bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries

@@ -204,6 +204,7 @@ class PendingWorkers:
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
         for index, (process, _) in zip(indices, answers, strict=True):
+            # As soon as it is known: from now on errors name the host.
             self._registry.set_process(self._shells[index], process)
         return answers
 

@@ -325,6 +325,7 @@ def _deadline_error(
             f"do not answer and {reason}",
             "see below where they wait; a new start goes on from the last checkpoint",
         )
+    # A worker without a process was never placed.
     if any(process is None for process in processes):
         advice = "check that the cluster has free places for all workers"
     return DeadlineError(

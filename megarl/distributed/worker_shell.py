@@ -99,6 +99,7 @@ def own_compile_cache() -> None:
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
+    # Not through a link, which another user may have put there.
     found = usual.lstat()
     if (
         stat.S_ISDIR(found.st_mode)

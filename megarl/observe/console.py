@@ -72,6 +72,7 @@ class TrainingConsole:
         self._total_steps = total_steps
         self._title = title
         self._quiet = quiet
+        # By default rich colours every number in a line.
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)

@@ -236,6 +236,7 @@ def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         for name in (STEP, f"timing/{ROLLOUT_WAIT}_s", f"timing/{ENGINE_IDLE}_s")
     )
     begins = [sum(whole[:index]) for index in range(len(steps))]
+    # Only runs that train on the groups that are complete first have this metric.
     waits_first = "train/rollouts_ready" in series
     for row, (who, pauses) in enumerate((("engines", idle), ("trainer", wait))):
         works = [max(total - pause, 0.0) for total, pause in zip(whole, pauses, strict=True)]

@@ -107,6 +107,7 @@ class MetricsFile:
             there = os.stat(self.path)
         except FileNotFoundError:
             size = os.fstat(self._descriptor).st_size
+            # The open descriptor still reads a file that was removed.
             self._replace([os.pread(self._descriptor, size, 0)])
             logger.warning(
                 "%s was removed while the run goes on; it was written again, with all its rows", self.path

@@ -111,6 +111,7 @@ class ProgressConsole:
     def _live_line(self, phase: Phase) -> Iterator[None]:
         if self._live is None:
             columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), _PhaseTime()
+            # Transient: what stays of a phase is the line that phase() writes in the end.
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         live = self._live

@@ -116,6 +116,7 @@ class MetricsFileSink:
                 self._cut_after = None
             while self._waiting:
                 self._file.append_line(self._waiting[0][1])
+                # Only now that it is written: after an error the row is still the first.
                 self._waiting.popleft()
         except OSError as error:
             self._was_full = True

@@ -99,6 +99,7 @@ def format_seconds(seconds: float) -> str:
     """``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
+    # The bound of what is rounded to 9.9: from there on there is no decimal.
     if seconds < 9.95:
         return f"{seconds:.2f}s" if seconds < 0.995 else f"{seconds:.1f}s"
     whole = round(seconds)

@@ -110,6 +110,7 @@ class PhaseTimer:
         """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase:
         of what went on beside."""
         collected = other.collect()
+        # The step of the other timer is no phase of this one.
         del collected[STEP_SECONDS]
         for name, value in {
             **{name.removesuffix("_s"): value for name, value in collected.items()},

@@ -157,6 +157,7 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(config, stack)
+        # check_evaluation has refused algorithms that generate nothing.
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)
         policy = make(config, tokenizer, weights, stack, ACTOR)

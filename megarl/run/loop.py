@@ -73,6 +73,7 @@ class Reporting:
 
     def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
         """Return the row of a step but for its validation, with what the timer has collected."""
+        # Nothing was trained before the validation in front of the first step.
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {

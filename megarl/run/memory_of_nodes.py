@@ -106,6 +106,7 @@ class MemoryOfNodes:
 
     def close(self) -> None:
         """Free everything, and end the actors."""
+        # The actors have ended with Ray, and their processes with them.
         if not ray.is_initialized():
             return
         self.free()

@@ -367,6 +367,7 @@ def check_tokens(
             f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, "
             f"{vocab_size}). Fix: {fix}"
         )
+    # Known without a look at the examples, which are gone through only to name one.
     if dataset.examples.largest_token(with_answers) < vocab_size:
         return
     for example in dataset.examples:

@@ -284,6 +284,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             schedule.total_steps,
         )
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
+        # Closed before the models and engines, which its threads may still call.
         stack.callback(algorithm.close)
         if start.checkpoint is not None:
             algorithm.load(start.checkpoint)
@@ -380,6 +381,7 @@ def _written(key: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # Some of megarl's errors are OSErrors as well, and say more than their number.
         if isinstance(error, MegarlError):
             raise
         why = os.strerror(error.errno) if error.errno else str(error)
