@@ -104,6 +104,7 @@ def group_advantages(
     # A group of equal rewards can differ from its mean by rounding
     # only; dividing that by itself would make noise an advantage.
     agreed = _agreed(deviation, group_mean)
+    # By where, as the reward of an invalid row may be NaN.
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages

@@ -136,6 +136,7 @@ class SamplingAhead:
         with self._timer.phase("refit"):
             with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
+        # A run that was resumed has it already.
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
         validate, self.validate, self.validated = self.validate, None, None
         if is_sampled or validate is not None:

@@ -250,6 +250,7 @@ class ClippedPGLossFn:
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
+            # Not mask: rows that do not count are left out by the second mean.
             by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=tokens_of_response)
             return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 

@@ -202,6 +202,7 @@ class PPO(GRPO):
         before = values_before(values).where(counts, 0.0)
         bootstrapped = counts.any(dim=1) & samples["truncated"].bool() & self.config["bootstrap_truncated"]
         after_end = last_values(values, samples["input_lengths"]).where(bootstrapped, 0.0)
+        # A single one would make every whitened advantage NaN.
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(

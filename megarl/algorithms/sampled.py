@@ -341,6 +341,7 @@ class Sampled(Algorithm):
         batches = load_batches(directory, self.train_data)
         if isinstance(self.ahead, ReadyFirst) and groups is not None:
             self.ahead.resume(groups, batches)
+        # Without batches that wait, nothing is lost by another schedule.
         elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
             there = "in_order" if groups is None else "ready_first"
             raise UnusableCheckpointError(

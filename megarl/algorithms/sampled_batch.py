@@ -70,6 +70,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     tensors = {
         f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)
     }
+    # Mostly they are one: written once, and one again when they are read.
     if judged is not samples:
         tensors |= {
             f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)

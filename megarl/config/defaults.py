@@ -83,6 +83,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
+    # The run's own algorithm behind the built-in ones: it may give their sections another type.
     for key, section in {
         **_GIVEN,
         **built_in_sections(),

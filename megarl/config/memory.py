@@ -160,6 +160,7 @@ def _stage_memory(
     kept: Operations,
 ) -> RankMemory:
     megatron, element = policy["megatron_cfg"], kept.element
+    # Megatron-Core's gradient buffer is in float32, or in the type of the weights.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)

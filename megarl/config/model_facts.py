@@ -170,6 +170,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     model_type = (
         whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     )
+    # A family that is not known is counted like most: the torch backends may run it.
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []

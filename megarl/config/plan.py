@@ -142,6 +142,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
     # a section that is not enabled is not filled in
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
+    # A group of one rank needs no communicator.
     sizes = (
         layout.world_size,
         layout.tensor,

@@ -130,6 +130,7 @@ class _Search:
         was valid breaks a rule."""
         if len(self._known) > _MOST_TRIALS:
             return None
+        # Other keys that break rules of their own are mended later.
         tolerated = self._open - {key, *changes}
         faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
         if not faults:

@@ -171,6 +171,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
         # -sig: programs on Windows begin files with a byte order mark, which is no JSON.
         with path.open(encoding="utf-8-sig") as lines:
             size = os.fstat(lines.fileno()).st_size
+            # One character more than is allowed: a longer line shows without being read to its end.
             while line := lines.readline(LONGEST_LINE + 1):
                 number += 1
                 origin = f"{path} line {number}"

@@ -62,6 +62,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
     own, config = (_content(model_name, name) for name in _FILES)
     stops = list(stop_tokens_of(tokenizer, model_name))
     known = {*_ids_in(own), *_ids_in(config)}
+    # Whoever serves the model finds all of them in config.json then.
     if not own and set(stops) <= known:
         return None
     found = GenerationConfig.from_dict(dict(own))

@@ -169,6 +169,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"{built}, so the GPUs lie idle",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
+    # By the major version alone: within one, drivers serve later minor versions too.
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""

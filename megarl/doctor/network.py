@@ -115,6 +115,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
     )
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
+        # The last word: libraries may have printed others before.
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
         return ROOM.ok(
             name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"

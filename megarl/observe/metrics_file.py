@@ -142,6 +142,7 @@ class MetricsFile:
 
 def encoded(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line of the file."""
+    # allow_nan=False: Python would write NaN, which no other reader of JSON takes.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 

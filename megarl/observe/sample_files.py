@@ -146,6 +146,7 @@ class SampleFiles:
                 kind, step, rows, then = self._waiting[0]
             try:
                 self._directory.mkdir(exist_ok=True)
+                # Durable: flush promises that samples are on the disk before the checkpoint of their step.
                 with whole_file(self._directory / f"{kind}_step_{step}.jsonl", durable=True) as stream:
                     stream.writelines(map(_line, rows))
                 self._prune(kind)
