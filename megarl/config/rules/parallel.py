@@ -327,6 +327,7 @@ def experts_divide(view: View) -> Iterator[Violation]:
         candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
         bound = f"it must divide the model's {view.facts.num_experts} experts"
         yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
+    # Megatron-Core's MoELayer refuses to train otherwise.
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
