@@ -182,6 +182,7 @@ class Distillation(Sampled):
 
     def _rows_of_teachers(self, records: list[int]) -> Iterator[tuple[str, list[int]]]:
         """The rows of each teacher that has some, in the order of the teachers."""
+        # Records count through the sources, in their order.
         ends = [source.end for source in self.train_data.sources]
         names = [
             self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)]
@@ -261,6 +262,7 @@ def _divergences(
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
     def mean(rows: Any) -> float:
+        # float64: in float32 a sum over the tokens of a step loses digits of a small mean.
         return float(apart[rows].double().sum() / counts[rows].double().sum().clamp(min=1))
 
     name = "sampled_reverse_kl"

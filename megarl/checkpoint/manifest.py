@@ -189,6 +189,7 @@ def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> li
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
+    # A loader takes files by their names: one that is not named here could be anybody's.
     return [
         f"{name} is not in {MANIFEST_NAME}, which is signed"
         for name in sorted(set(_file_names(root)) - set(manifest["files"]))
@@ -230,6 +231,7 @@ def _is_inside(root: Path, name: str) -> bool:
     """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
     directories."""
     path = PurePosixPath(name)
+    # `a//b` or `./a` would be a second name of a file; `lstat` raises ValueError for a null byte.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
         return False
     return not any((root / parent).is_symlink() for parent in path.parents if parent.parts)

@@ -50,6 +50,7 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
         try:
             return read()
         except Exception as error:
+            # An inner `read_again` has waited already.
             if isinstance(error, StorageError) or (cause := transient_cause(error)) is None:
                 raise
             if pause is None:

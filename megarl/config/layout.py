@@ -45,6 +45,7 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
+        # The order in which Megatron-Core makes its groups by default, tp-cp-ep-dp-pp.
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)

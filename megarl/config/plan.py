@@ -268,6 +268,7 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
     state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
+        # A pair with one change that has room by itself says nothing new.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
             fitting.append(first)
             yield first

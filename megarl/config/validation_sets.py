@@ -77,6 +77,7 @@ def set_name(source: DataSource) -> str:
         return str(given)
     name = source.get("name")
     end = str(name).rstrip("/").rpartition("/")[2] if name is not None else Path(str(source.get("path"))).stem
+    # As `fault_of_name` wants names of the user's.
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", end)
     return plain if re.match(r"[A-Za-z]", plain) else f"set_{plain}"
 

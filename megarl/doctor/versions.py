@@ -116,6 +116,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         version = installed_version(name)
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
+    # Of the extra alone: what applies without it is required anyway.
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'"
         for one in requirements_of(DISTRIBUTION)

@@ -105,6 +105,7 @@ def format_seconds(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
+    # From 59.5 minutes on it would be rounded to 60m.
     if whole < 3570:
         return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
     minutes = round(whole / 60)
@@ -216,6 +217,7 @@ def _thousands(count: float) -> str:
     """``231``, ``2.3k``, ``23k``, ``2.3M``."""
     if not math.isfinite(count):
         return str(count)
+    # From 999.5 on it would be rounded to 1000: the next unit takes over.
     for limit, divisor, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (math.inf, 1e6, "M")):
         if count < limit:
             scaled = count / divisor

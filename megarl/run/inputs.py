@@ -193,6 +193,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
             raise ConfigError([Violation(key, given, bound, "remove it")])
         return None
     if given is None:
+        # Into the configuration, which is saved: a resumed run renders the same prompts on a later day.
         section["template_date"] = given = datetime.date.today().isoformat()
         logger.info("the chat template writes the date; this run keeps the day of its first start, %s", given)
     try:

@@ -174,6 +174,7 @@ def environments_are_there(view: View) -> Iterator[Violation]:
     """The environment that a source names is a section of the run's environments."""
     env = view.get("env")
     names = (
+        # `options` is a section too: the keys of a single environment of the user's own.
         [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"]
         if isinstance(env, Mapping)
         else []

@@ -50,6 +50,7 @@ class Row:
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
+            # An absent key has no value that could be wrong.
             value = view.get(key, first)
             if value not in _several(values):
                 words = {
