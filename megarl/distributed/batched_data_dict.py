@@ -636,6 +636,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 (offset + start, offset + end, length)
                 for (start, end), length in zip(ranges, lengths, strict=True)
             )
+            # The end of the last micro-batch is the number of rows of its global batch.
             offset += ranges[-1][1]
         return planned
 

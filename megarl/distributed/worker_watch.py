@@ -123,6 +123,7 @@ def _beside(
         if process is not None:
             # On that node or not at all: elsewhere the number is another process's.
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+            # No CPU, since the workers may hold all of them; tried once, as the look is of this moment.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
             references[ray_calls.submit(task.options(**options), process.process_id, *arguments)] = index
     found: list[Any] = [None] * len(processes)

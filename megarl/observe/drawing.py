@@ -199,6 +199,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
         ]
     group = -(-len(steps) // MOST_BARS)
+    # The row of step 0 is a validation before training, which the means do not count.
     trained = next((index for index, step in enumerate(steps) if step > 0), 0)
     centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
     bottom = [0.0] * len(centres)

@@ -261,6 +261,7 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
                 handles = draw_panel(axes, panel, runs)
                 for number, step in enumerate(restarts):
                     line = axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart")
+                    # One entry of the legend for all of them.
                     handles += [line] if number == 0 else []
                 finish_axes(axes, panel.unit)
                 _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
@@ -316,6 +317,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
     """Set the range of the vertical axis, and how its numbers are written."""
     if panel.fraction and low >= 0 and high <= 1:
+        # A little more, so that lines along 0 and 1 have their whole width.
         axes.set_ylim(-0.03, 1.03)
     elif panel.from_zero and low >= 0:
         axes.set_ylim(0, high * 1.08 or 1.0)
@@ -494,6 +496,8 @@ def _svg(figure: Figure, title: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
+    # Matplotlib's ids come from a random salt; from the title they are the same each time, and of one
+    # picture.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         # No date and no version: the same curves give the same bytes.
         figure.savefig(

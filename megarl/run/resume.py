@@ -309,6 +309,7 @@ class CheckpointWriter:
             CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
                 not.
         """
+        # One at a time: the memory that the earlier one waits in is needed again.
         self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         failure: CheckpointError | OSError | None = None

@@ -78,6 +78,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         ClusterError: Ray does not start.
         DeadlineError: its start hangs.
     """
+    # Before anything imports torch: the library reads the variable only while it is loaded.
     _load_openmp()
     import ray
 
@@ -232,6 +233,7 @@ def start_policy(
             deadlines=PhaseDeadlines.of(config["deadlines"], name),
             check_collectives=config["debug"]["collectives"],
         )
+    # The stack calls it before the cluster's shutdown, which would take the workers' places away.
     stack.callback(policy.shutdown)
     return policy
 

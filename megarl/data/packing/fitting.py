@@ -96,6 +96,7 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
     halves: tuple[Bin, Bin] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda member: -lengths[member]):
+        # By number where the loads are equal: sequences of length 0 would leave a half empty.
         lighter = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
         halves[lighter].append(index)
         loads[lighter] += lengths[index]
