@@ -445,6 +445,7 @@ def is_nemo_rl(kind: Any) -> bool:
 
 def class_of_actor(kind: Any) -> Any:
     """The class that Ray has made an actor of; any other class itself."""
+    # By its attribute, because a check of a configuration does not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 

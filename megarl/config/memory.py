@@ -183,6 +183,7 @@ def _stage_memory(
         copies = layout.data * layout.context
         # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
+        # Rounded up: the buffers are padded to parts of one size.
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
     # there are copies of float32 weights too, and of the gradients that come while the backward pass goes on

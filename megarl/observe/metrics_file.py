@@ -57,6 +57,7 @@ class MetricsFile:
         try:
             write_all(self._descriptor, line)
         except OSError:
+            # Otherwise the next row would follow on the same line, and both be lost.
             os.ftruncate(self._descriptor, size_before)
             raise
 
