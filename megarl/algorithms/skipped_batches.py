@@ -123,7 +123,7 @@ class SkippedBatches:
         records: Sequence[int],
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Counted in the directory, so that a resumed run does not begin anew.
+        # Counted in the directory, so that a resumed run goes on counting.
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})

@@ -89,7 +89,7 @@ def place_workers(
     local_sizes = {
         node: sum(len(bundles) for other, bundles in tied_groups if other == node) for node, _ in tied_groups
     }
-    # Ranks count through the list in its order, whatever the nodes: callers lay their axes over it.
+    # Ranks count through the list in its order, whatever the nodes: callers arrange their axes over it.
     places: list[WorkerPlace] = []
     for index, (node, bundles) in enumerate(tied_groups):
         for local, bundle in enumerate(bundles):

@@ -261,7 +261,7 @@ def _run_steps(
             stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
-            # A stop also waits for the write beside training, of which the last one is known.
+            # A stop also waits for a write in the background, of which the last one is known.
             held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
             stop.save_took(*held.save_took)
             if stop.reason is not None:

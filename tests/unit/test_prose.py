@@ -14,6 +14,7 @@ REWRITTEN = (
     *(
         f"megarl/{name}"
         for name in (
+            "algorithms",
             "checkpoint",
             "config",
             "distributed",
@@ -23,6 +24,7 @@ REWRITTEN = (
             "observe",
             "parity",
             "quickstart",
+            "run",
         )
     ),
     *(
@@ -47,10 +49,10 @@ REWRITTEN = (
 
 # What is reached over all packages. A bound may only be set nearer to the aim: 3 % of docstrings, 5 % of
 # lines of code, 18 a 1,000 lines.
-MOST_QUESTIONS, MOST_SPLIT_NAMES = 151, 0
-LEAST_COMMENTS = 0.0282
+MOST_QUESTIONS, MOST_SPLIT_NAMES = 118, 0
+LEAST_COMMENTS = 0.0338
 MOST_COMPREHENSIONS = 29
-MOST_WORDS = 578
+MOST_WORDS = 561
 
 
 @pytest.fixture(scope="module")

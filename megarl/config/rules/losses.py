@@ -21,7 +21,7 @@ _DIVERGENCE = defaults(
     "kl_input_clamp_value",
     "kl_output_clamp_value",
 )
-# None beside False in a condition: a loss made in a program may lack the key, which is off then.
+# None next to False in a condition: a loss made in a program may lack the key, which is off then.
 _ROWS = (
     Row(
         "ratios",

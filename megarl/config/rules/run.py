@@ -729,7 +729,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     )
     batches = max(samples // size, 1)
     for unit in units:
-        # The answers to so many prompts, or a multiple, are whole units.
+        # The answers to this number of prompts, or a multiple of it, are whole units.
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
             yield {
