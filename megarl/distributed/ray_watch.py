@@ -251,14 +251,10 @@ class StartWatch:
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
+            # Popen has a negative code for a process that a signal ended.
             self._watches.append(
                 ProcessWatch(
-                    # Popen has a negative code for a process that a signal ended.
-                    name,
-                    process.pid,
-                    self._silent_s,
-                    self._on_lost,
-                    lambda: (process.poll() or 0) < 0,
+                    name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
                 )
             )
 
