@@ -25,11 +25,6 @@ REWRITTEN = (
             "parity",
             "quickstart",
             "run",
-        )
-    ),
-    *(
-        f"megarl/{name}"
-        for name in (
             "throughput",
             "watch",
             "weight_sync",
