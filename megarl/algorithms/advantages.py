@@ -71,6 +71,7 @@ def _baseline_and_std(
     own_count, own = (
         (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
     )
+    # Rows without others divide by 1 here, and get their own reward as the baseline below.
     others = count - own_count
     mean = (_group_sums(centred, group) - own) / others.clamp(min=1)
     mean_square = (_group_sums(centred.square(), group) - own.square()) / others.clamp(min=1)
@@ -103,6 +104,7 @@ def group_advantages(
     # A group of equal rewards can differ from its mean by rounding
     # only; dividing that by itself would make noise an advantage.
     agreed = _agreed(deviation, group_mean)
+    # By where, as the reward of an invalid row may be NaN.
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
@@ -317,6 +319,7 @@ def gdpo_advantages(
         )
     total = torch.zeros_like(valid_mask, dtype=torch.float64)
     for name, rewards in parts.items():
+        # A row that lacks a reward is left out of its group for that reward alone.
         has_part = (valid_mask != 0) & ~rewards.isnan()
         known = torch.where(has_part, rewards, 0.0).double()
         compared = group_advantages(
@@ -356,6 +359,7 @@ def reinforce_plus_plus_advantages(
                 _groups(prompts, values, compared), values, compared, leave_one_out_baseline=False
             )[0]
         )
+    # A row in which nothing counts may have a reward that is NaN.
     values = torch.where(counts.any(dim=1), values, 0.0)
     returns = values[:, None].expand(mask.shape)
     if token_penalties is not None:
@@ -399,6 +403,8 @@ def generalized_advantages(
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()
+    # Backwards, as each token needs what is behind it; positions that do not count carry both numbers
+    # through.
     for token in reversed(range(values.shape[1])):
         here = counts[:, token]
         change = rewards[:, token] + discount * value - values[:, token]
@@ -418,6 +424,7 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | N
         token_penalties: [B, S] float, read under the mask; None for none.
     """
     counts = mask != 0
+    # Counted tokens from here to the end: 1 at the last one that counts.
     behind = _to_the_end(counts.long())
     found = torch.where(counts & (behind == 1), rewards.double()[:, None], 0.0)
     return found if token_penalties is None else found - torch.where(counts, token_penalties.double(), 0.0)

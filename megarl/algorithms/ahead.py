@@ -117,6 +117,7 @@ class SamplingAhead:
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
+        # A single thread: prompts are taken from the sampler in the order of steps, whoever is faster.
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0
@@ -135,6 +136,7 @@ class SamplingAhead:
         with self._timer.phase("refit"):
             with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
+        # A run that was resumed has it already.
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
         validate, self.validate, self.validated = self.validate, None, None
         if is_sampled or validate is not None:
@@ -151,6 +153,7 @@ class SamplingAhead:
         if self._coming is None:
             return
         future, self._coming = self._coming, None
+        # A step that did not wait has no phase of waiting in its metrics.
         waits = nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT)
         try:
             with waits:

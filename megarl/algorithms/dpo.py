@@ -51,6 +51,7 @@ class DPO(Supervised):
 
         super().__init__(parts, DPOLossFn(at(parts.config, "dpo")))
         self.keeps_reference: bool = self.config["cache_reference_logprobs"]
+        # By identity: both data sets may hold equal records, and each has tables of its own.
         self.reference = {
             id(data): ReferenceLogprobs(
                 self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference

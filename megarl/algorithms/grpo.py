@@ -252,6 +252,7 @@ class GRPO(Sampled):
             REWARD_MODEL.name: self.config["reward_model_weight"],
         }
         self.pad_token_id = parts.tokenizer.pad_token_id
+        # Loaded once: a user's file that is saved meanwhile must not change the algorithm of the run.
         own = self.config.get("adv_estimator")
         self.estimator = (
             None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
@@ -279,6 +280,7 @@ class GRPO(Sampled):
         samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
+            # In the batch alone: samples keeps its mask, so that these responses stay in their groups.
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
@@ -329,6 +331,7 @@ class GRPO(Sampled):
         counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
         # Estimated once a response: a group counts responses, however many segments each has.
         advantages, metrics = self.advantages(segments.by_response(counted), scored)
+        # An estimator may take columns from its batch or add some, as PPO does: the rows follow.
         for name in {*batch} & known - {*scored}:
             del batch[name]
         for name in {*scored} - known:
@@ -383,6 +386,7 @@ class GRPO(Sampled):
         # Before the reward changes: where the environment says no accuracy, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
+        # A masked response has no reward that a score could be added to.
         samples["reward"] = torch.where(
             samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores
         )
@@ -462,6 +466,7 @@ class GRPO(Sampled):
                 generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
             )
             metrics = {**metrics, **of_sequences}
+        # By what is kept: sequences that were left out are not trained on.
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
@@ -505,6 +510,7 @@ class GRPO(Sampled):
         # What the error threshold left out may be NaN, which would make the whole group NaN.
         divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        # Without column 0: the first token of a row has no log-probability.
         mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 

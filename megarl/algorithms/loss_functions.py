@@ -185,6 +185,7 @@ class ClippedPGLossFn:
         self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
         self.force_on_policy_ratio = cfg["force_on_policy_ratio"]
         if self.force_on_policy_ratio:
+            # A mapping of the instance: that of the class is shared by all losses.
             mismatch = {
                 MISMATCH_MEAN: Reduction.SUM,
                 MISMATCH_MAX: Reduction.MAX,
@@ -242,12 +243,14 @@ class ClippedPGLossFn:
             data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
         )
 
+        # By where and not by a product, since 0 times infinity is NaN.
         def visible(values: Tensor) -> Tensor:
             return torch.where(mask != 0, values, 0.0)
 
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
+            # Not mask: rows that do not count are left out by the second mean.
             by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=tokens_of_response)
             return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 
@@ -259,6 +262,7 @@ class ClippedPGLossFn:
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous, mask)
+        # A constant: the correction weights a token, and has no gradient of its own.
         drawn_apart = (previous - generation).detach()
         weight, finite = _importance_weight(self._of_level(drawn_apart, mask))
         bounded = self._bounded(weight, drawn_apart, mask)
@@ -289,6 +293,7 @@ class ClippedPGLossFn:
             "sampling_importance_ratio": token_mean(weight),
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": _valid_responses(data, sample_mask, mask),
+            # Weighted by importance, because the tokens were sampled by the generating policy.
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
             **of_penalty,
             **of_entropy,
@@ -297,6 +302,7 @@ class ClippedPGLossFn:
             metrics[OUT_OF_BOUNDS] = token_mean((bounded != weight).to(weight.dtype))
         if self.force_on_policy_ratio:
             difference = (generation - previous).abs()
+            # NaN compares as smaller than every bound, and would count as no mismatch.
             difference = torch.where(difference.isnan(), math.inf, difference)
             metrics |= {
                 MISMATCH_MEAN: token_mean(difference),
@@ -329,6 +335,7 @@ class ClippedPGLossFn:
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
+            # By the ratio itself: in the weight an infinite one counts as 0, and here it is the bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
         judged = weight
@@ -381,6 +388,7 @@ class ClippedPGLossFn:
         score-function part if exact."""
         if self.exact_kl_gradient:
             return -difference
+        # expm1 keeps the digits of a small difference that 1 - exp(d) would lose.
         slope = -torch.expm1(difference)
         if self.kl_output_bound is None:
             return slope

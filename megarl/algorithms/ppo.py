@@ -202,6 +202,7 @@ class PPO(GRPO):
         before = values_before(values).where(counts, 0.0)
         bootstrapped = counts.any(dim=1) & samples["truncated"].bool() & self.config["bootstrap_truncated"]
         after_end = last_values(values, samples["input_lengths"]).where(bootstrapped, 0.0)
+        # A single one would make every whitened advantage NaN.
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
@@ -223,6 +224,7 @@ class PPO(GRPO):
             after_end=after_end,
         )
         metrics["explained_variance"] = explained_variance(before, returns, counts)
+        # float64 up to here: a return sums up thousands of tokens.
         batch["prev_values"], batch["returns"] = before, returns.float()
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
@@ -235,6 +237,7 @@ class PPO(GRPO):
 
         if not self.config["rewards_by_turn"]:
             return torch.zeros(counts.shape, dtype=torch.float64)
+        # The weight belongs to a sum with a score; without a reward model the reward counts as it is.
         weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         return weight * samples["token_rewards"].double().where(counts, 0.0)
 
@@ -246,10 +249,12 @@ class PPO(GRPO):
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
+        # Taken out of the batch: the actor's workers have no use for them.
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         inputs = [key for key in (*MODEL_INPUTS, RESPONSE) if key in batch]
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in inputs}, **learned})
         epochs_of_critic = self.config["critic_ppo_epochs"]
+        # The critic first: then the actor has the devices when the next step samples.
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()

@@ -174,6 +174,7 @@ class ReadyFirst:
     def save(self, directory: Path) -> None:
         """Write the groups that wait, and which others are under way; to be called in a pause."""
         with self._changed:
+            # In the order in which they were complete, by which a resumed run chooses too.
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
             running = [
                 [each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready
@@ -233,9 +234,11 @@ class ReadyFirst:
     def _begin(self, group: _Group) -> None:
         with self._changed:
             self._groups[group.ordinal] = group
+        # Daemons, because groups may be under way when a run ends, and nobody waits for them.
         threading.Thread(target=self._run, args=(group,), name=f"group-{group.ordinal}", daemon=True).start()
 
     def _run(self, group: _Group) -> None:
+        # One a group: a timer serves one thread.
         timer = PhaseTimer()
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)
@@ -272,6 +275,7 @@ class ReadyFirst:
                     return groups, dropped
                 if not self._order.drops or not stale:
                     self._changed.wait(_LOOK_SECONDS)
+            # Others take the place of dropped groups while the step waits.
             self._fill(step, step - 1)
 
     def _enough(self, oldest: int) -> list[int] | None:

@@ -127,6 +127,7 @@ class ReferenceLogprobs:
         if table is not None:
             return table
         values = self._values(examples, first, last)
+        # Nothing in memory: the next start has to find even a small table.
         writer = TableWriter({_COLUMN: "float32"}, directory, most_in_memory=0)
         try:
             writer.append({_COLUMN: values})

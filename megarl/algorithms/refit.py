@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# A port was free when it was asked for, and may be taken a moment later.
 CONNECTION_ATTEMPTS = 3
 
 
@@ -42,6 +43,7 @@ def refit_policy_generation(
     """
     if colocated_inference:
         policy.offload_before_refit()
+        # In two parts: the cache takes the memory that the policy's weights have until they are handed over.
         policy_generation.prepare_for_generation(tags=["weights"])
         _hand_over(policy, policy_generation, _refit_buffer_size_gb)
         policy.offload_after_refit()
@@ -69,6 +71,7 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
     """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for
     any number of groups, and before the first one what they agree on."""
     generation.take_slices(policy.send_slices(generation.slices_wanted()))
+    # By the ticket both sides tell this refit from one that was given up.
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
     sending = policy.hand_over_weights(session, ticket, buffer_gib)
     receiving = generation.update_weights_from_policy(ticket)
@@ -89,6 +92,7 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
     Raises:
         RefitError: the engines and the policy did not find each other.
     """
+    # The engines' ranks and one of the policy, however many pipeline stages send in turn.
     size = generation.ranks + 1
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
@@ -193,5 +197,6 @@ class Refit:
             except MegarlError as failure:
                 error = failure
                 continue
+            # New engines do not have the policy's weights, whatever the old ones had.
             self.stale = True
             return

@@ -154,6 +154,7 @@ class Sampled(Algorithm):
     config: SampledConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
+        # Within functions, here and below: a configuration is checked by these classes without torch.
         from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
@@ -189,6 +190,7 @@ class Sampled(Algorithm):
         ):
             assert parts.refit is not None, "a rule wants engines apart"
             engine = held = HeldEngines(parts.refit)
+            # A timer serves one thread, and sampling has its own.
             timer = PhaseTimer()
             lag = asynchrony["max_trajectory_age_steps"]
             self.ahead = SamplingAhead(
@@ -255,6 +257,7 @@ class Sampled(Algorithm):
             return {}
         self.turns.take(ACTOR)
         if self.refit is not None and not self.refit.colocated:
+            # A refit to engines apart reads the weights on the device, where another model may be now.
             self.turns.bring(ACTOR)
         validated = self._validated(self.collector)
         if self.refit is not None:
@@ -338,6 +341,7 @@ class Sampled(Algorithm):
         batches = load_batches(directory, self.train_data)
         if isinstance(self.ahead, ReadyFirst) and groups is not None:
             self.ahead.resume(groups, batches)
+        # Without batches that wait, nothing is lost by another schedule.
         elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
             there = "in_order" if groups is None else "ready_first"
             raise UnusableCheckpointError(
@@ -439,6 +443,7 @@ class Sampled(Algorithm):
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
         batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
+        # Computed in parts already, while other responses were sampled (ScoredAhead).
         if previous and PREV_LOGPROBS in samples:
             batch[PREV_LOGPROBS], previous = samples[PREV_LOGPROBS], False
         if not previous and not reference:
@@ -471,6 +476,7 @@ class Sampled(Algorithm):
             self.policy.finish_training()
             for result in results:
                 self.timer.passed(trained_sequences(kept, result, self.loss_fn))
+        # Without a global batch no weight has changed, and engines need none.
         if self.refit is not None and results:
             self.refit.stale = True
         return metrics
@@ -493,6 +499,7 @@ class Sampled(Algorithm):
 
         section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
         size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
+        # Segments of a response share a global batch, whose rows are known only now.
         if RESPONSE in batch:
             batch, size, rows = global_batches(
                 batch, size, rows_of_a_round(section, model.data_parallel_size)

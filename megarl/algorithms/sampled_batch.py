@@ -70,12 +70,14 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     tensors = {
         f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)
     }
+    # Mostly they are one: written once, and one again when they are read.
     if judged is not samples:
         tensors |= {
             f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)
         }
     tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
     path = _path_of(place, number)
+    # Cloned, because safetensors refuses tensors that share memory.
     save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
     told = {
         "records": [record.index for record in batch.rollouts.records],
@@ -122,6 +124,7 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
     path = _path_of(place, number)
     try:
         told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        # Batches of earlier versions have no digest.
         if told.get("digest", "") not in {"", hash_of(path)}:
             raise ValueError(f"{path} is not as it was written")
         return _read(path, told, data)

@@ -50,6 +50,7 @@ class ScoredAhead:
             generations: responses a prompt.
         """
         prompts = len(segments) // generations
+        # Whole prompts, so that the size of a part is known before its responses are.
         bounds = [part * prompts // self._parts * generations for part in range(self._parts + 1)]
         self._segments, self._bounds, self._coming = segments, bounds, {}
         self._missing = [end - start for start, end in pairwise(bounds)]
@@ -87,6 +88,7 @@ class ScoredAhead:
         with self._timer.phase(LOGPROBS):
             found = [self._coming[part].result() for part in sorted(self._coming)]
         self._timer.merge(self._own_timer, {})
+        # Each part is as wide as its own longest row.
         return torch.cat([pad(part, (0, width - part.shape[1])) for part in found])
 
     def close(self) -> None:

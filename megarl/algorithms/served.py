@@ -63,8 +63,10 @@ class RoundingTest:
         usual = statistics.median(self._usual) if self._usual else self.floor
         self._sum = max(0.0, self._sum + math.log(counted / usual) - _DRIFT)
         if self._sum >= _ALARM:
+            # From the beginning again: a run that only warns hears of the next fault too.
             self._sum = 0.0
             return True
+        # Errors behind an alarm are not among the usual ones.
         self._usual.append(counted)
         return False
 

@@ -104,6 +104,7 @@ class SkippedBatches:
         from safetensors import SafetensorError
 
         try:
+            # What is kept is for people: a full disk must not end a run that goes on.
             self._write(self.directory / f"{name}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(
@@ -122,6 +123,7 @@ class SkippedBatches:
         records: Sequence[int],
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Counted in the directory, so that a resumed run goes on counting.
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})
@@ -146,6 +148,7 @@ def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> No
     import torch
     from safetensors.torch import save_file
 
+    # safetensors refuses tensors that are not contiguous, which rows of a view may be.
     chosen = torch.tensor(rows, dtype=torch.int64)
     columns = {
         name: value[chosen].contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)
@@ -191,6 +194,7 @@ def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
 
     from megarl.models.engine.microbatches import under_mask
 
+    # Nothing predicts the first token of a row. Global batches are neighbouring rows.
     counts = under_mask(batch)[:, 1:].any(dim=1).view(-1, size).any(dim=1)
     rows = torch.arange(batch.size).view(-1, size)[counts].flatten().tolist()
     left_out = int((~counts).sum())
@@ -281,6 +285,7 @@ def warn_of_no_signal(
         return
     if bool((advantages != 0).any()) and bool((rewards != rewards[0]).any()):
         return
+    # Rewards are float32: unrounded, 0.1 reads 0.10000000149.
     values = sorted({float(f"{value:.6g}") for value in rewards.tolist()})
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
     causes = "; ".join(likely_causes(samples, records, config)) or "none is known"

@@ -137,6 +137,7 @@ class ValueLoss:
         sample_mask = data["sample_mask"].to(values.dtype)
         mask = data["token_mask"][:, 1:].to(values.dtype) * sample_mask[:, None]
 
+        # By where and not by a product, since 0 times infinity is NaN.
         def visible(column: Tensor) -> Tensor:
             return torch.where(mask != 0, column, 0.0)
 

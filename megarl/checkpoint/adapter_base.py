@@ -35,9 +35,11 @@ class BaseModel:
 
     @property
     def digest(self) -> str:
-        """Return a digest of names, sizes, beginnings and ends of its weight files."""
+        """Return a digest of sizes, beginnings and ends of its weight files, in the order of their names."""
         if self._digest is None:
             digest = hashlib.sha256()
+            # Not every byte, which would take minutes at each start. A file begins with the names and shapes
+            # of its tensors.
             for path in sorted(self._directory.glob("*.safetensors")):
                 with path.open("rb") as file:
                     size = path.stat().st_size

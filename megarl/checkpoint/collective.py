@@ -93,6 +93,7 @@ def failing_alike() -> Iterator[None]:
             raise _KINDS[found[0]](f"rank {rank}: {found[1]}")
 
 
+# From the narrowest class to the widest: the first that fits is the one to raise.
 _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 

@@ -18,6 +18,7 @@ _VERSIONS = (
 
 def available_bytes() -> int:
     """Return bytes that can be taken without anything having to go."""
+    # The least counts: a container may take less than its machine has.
     limits = [psutil.virtual_memory().available]
     for directory, limit, usage, cached in _VERSIONS:
         # absent, or "max" where there is no limit

@@ -98,6 +98,7 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
         return problems
     try:
         step = read_info(path).get("step")
+    # The storage failed, which says nothing of the checkpoint.
     except StorageError:
         raise
     except CheckpointError as error:
@@ -219,6 +220,7 @@ class CheckpointManager:
             )
         self._verify_hashes = verify_hashes
         self._key = read_signing_key(config.get("signing_key_file"))
+        # What this process has written and hashed itself needs no second reading.
         self._committed: set[Path] = set()
         self._has_told_of_missing = False
         if lock is not None and lock.held:

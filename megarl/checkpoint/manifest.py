@@ -127,6 +127,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         files = manifest["files"]
         if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
             return problems
+        # Sizes first: nothing has to be read, and a write that broke off shows already.
         problems = [
             problem
             for name, entry in files.items()
@@ -170,6 +171,7 @@ def _read(root: Path) -> Mapping[str, Any]:
             f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}"
         )
     files = manifest.get("files")
+    # An empty table matches its digest too: written over nothing it must not count as whole.
     if files == {}:
         raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
     if (
@@ -187,6 +189,7 @@ def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> li
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
+    # A loader takes files by their names: one that is not named here could be anybody's.
     return [
         f"{name} is not in {MANIFEST_NAME}, which is signed"
         for name in sorted(set(_file_names(root)) - set(manifest["files"]))
@@ -228,6 +231,7 @@ def _is_inside(root: Path, name: str) -> bool:
     """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
     directories."""
     path = PurePosixPath(name)
+    # `a//b` or `./a` would be a second name of a file; `lstat` raises ValueError for a null byte.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
         return False
     return not any((root / parent).is_symlink() for parent in path.parents if parent.parts)

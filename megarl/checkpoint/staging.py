@@ -38,6 +38,7 @@ from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
 _Bytes = bytes | bytearray | memoryview
+# A multiple of the size of every dtype, as torch.frombuffer needs it, and a cache line.
 _ALIGNMENT = 64
 
 
@@ -234,6 +235,7 @@ class RankWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, directory: Path, buffer: StagingBuffer | None) -> None:
+        # Everything is synced once, before the checkpoint gets its name (appears_whole).
         super().__init__(str(directory), sync_files=False)
         self._directory, self._buffer = directory, buffer
 

@@ -45,10 +45,12 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
     Raises:
         StorageError: the last try failed for such a reason too. Every other error is raised as it is.
     """
+    # None stands for the last try, after which nothing is waited for.
     for pause in (*PAUSES_S, None):
         try:
             return read()
         except Exception as error:
+            # An inner `read_again` has waited already.
             if isinstance(error, StorageError) or (cause := transient_cause(error)) is None:
                 raise
             if pause is None:

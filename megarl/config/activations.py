@@ -15,7 +15,9 @@ from converters.model_config.layer_kind import Mixer
 
 # Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head.
 _SCALE = 4
+# torch's indices are int64.
 _INDEX = 8
+# Two float32 tensors of each number.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
 """Tokens of a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
@@ -151,6 +153,7 @@ def sparse_layer_activation_bytes(
         (tokens, tensor, sequence_parallel, kept),
         [part for part in recomputed if part == "core_attn"],
     )
+    # Then it is a dense layer whose MLP keeps nothing.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)

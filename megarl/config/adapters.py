@@ -106,6 +106,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
     if rule.kind not in CUT_KINDS:
         return 0
+    # An empty list means every linear layer; experts have adapters only where they are named.
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()
@@ -115,6 +116,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
         rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
         name, stack = part.name.removesuffix(".weight"), stack_of(part)
         if stack is not None and is_named(stack, section["target_parameters"]):
+            # All matrices of a stack share the factor on the side of the input.
             total += rows + columns * (stack not in stacks)
             stacks.add(stack)
         elif is_named(name, targets) and not is_named(name, excluded):

@@ -81,6 +81,7 @@ _NEEDED = (
 )
 
 
+# Cached, so that all checks see one class of a user's file.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
     """Return the algorithm of that name or import path.
@@ -214,6 +215,7 @@ def run_type(name: object) -> Any:
 def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, model in {**built_in_models(), **dict(models)}.items():
+        # A plain mapping: a TypedDict would ask for keys that the section takes from policy.
         section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
         keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():

@@ -334,6 +334,7 @@ def key_steps(path: str) -> tuple[str | int, ...] | None:
     place = 0
     while place < len(path):
         match = _STEP.match(path, place)
+        # A key begins with a field, because a row is an object and no list.
         if match is None or (place == 0 and match[1] is None):
             return None
         steps.append(match[1] if match[1] is not None else int(match[2]))

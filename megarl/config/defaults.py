@@ -71,6 +71,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         config: plain containers; need not be valid.
         name: what the run's directory is called when the configuration does not say.
     """
+    # The caller tries the same configuration again with other values.
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
     # Before the policy is filled in: a model takes what was written for the policy, and its own defaults
@@ -82,6 +83,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
+    # The run's own algorithm behind the built-in ones: it may give their sections another type.
     for key, section in {
         **_GIVEN,
         **built_in_sections(),
@@ -182,6 +184,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if kind.section is not None:
             filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
+    # A rule reports it, together with all other faults.
     except ConfigError:
         return filled
     except Exception as error:
@@ -248,6 +251,7 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """Return the section, followed by the defaults of the keys it lacks."""
+    # Copied, because a default that is a list or a section would be shared by all configurations.
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
@@ -255,6 +259,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
     """Return a section with the defaults of its keys, and those that follow another key."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
+        # After the defaults, so that a key may follow one that is absent itself.
         if key.follows in filled:
             filled.setdefault(name, filled[key.follows])
     return filled

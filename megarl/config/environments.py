@@ -445,6 +445,7 @@ def is_nemo_rl(kind: Any) -> bool:
 
 def class_of_actor(kind: Any) -> Any:
     """The class that Ray has made an actor of; any other class itself."""
+    # By its attribute, because a check of a configuration does not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 
@@ -555,6 +556,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not is_import_path(name):
         return
     function = own_function(name, key)
+    # Without the data nobody knows whether a parameter is called as one of their fields.
     if columns is None:
         return
     for fault in describe_faults(function, columns):
@@ -568,6 +570,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """Return the environments of an ``env`` section that have names: the sections in it that are no keys of
     its own."""
+    # rewards, options and tools are sections too, and no environments.
     own = keys_of(EnvConfig)
     return {
         name: cast(EnvConfig, inner)

@@ -81,6 +81,7 @@ class VllmConfig(TypedDict):
             ),
         ]
     ]
+    # The key is in NeMo-RL's configurations.
     async_engine: NotRequired[
         Annotated[Literal[False], Key("false: an engine gets a batch of prompts at once.", default=False)]
     ]

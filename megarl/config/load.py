@@ -33,6 +33,7 @@ _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
+# The parser in C, without which some builds of PyYAML come.
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = (
     "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the "
@@ -67,6 +68,7 @@ def load_config(
             leads nowhere or that is not allowed, or a value that was hidden when the file was written.
         OverridesError: an override cannot be read or applied.
     """
+    # OmegaConf refuses to register a name twice.
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
@@ -117,6 +119,7 @@ def _resolved(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
     _refuse_hidden(resolved)
+    # From now on logs and errors of this process hide the secrets in it.
     learn(cast(Config, resolved))
     return cast(Config, resolved)
 
@@ -234,6 +237,7 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
     """Merge one configuration over another; a data source in ``over`` drops what it replaces of the inherited
     one."""
     kept = dict(under)
+    # Keys of the inherited source that the new one does not name would describe other data.
     for path in _SOURCES:
         inherited_source, written = at(under, path), at(over, path)
         if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
@@ -320,6 +324,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     Raises:
         OverridesError: an override cannot be read or applied.
     """
+    # Not resolved: an override may change what an interpolation refers to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
     for override in overrides:
@@ -343,6 +348,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
                 "key.of.section=value"
             )
             hidden = _without_secret(text, override)
+            # Without the cause where that would show the secret.
             raise OverridesError(hidden) from (None if said or hidden != text else error)
     _drop_replaced(changed, overrides)
     return changed

@@ -160,6 +160,7 @@ def _stage_memory(
     kept: Operations,
 ) -> RankMemory:
     megatron, element = policy["megatron_cfg"], kept.element
+    # Megatron-Core's gradient buffer is in float32, or in the type of the weights.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
@@ -175,12 +176,14 @@ def _stage_memory(
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
         trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
+        # The model without its adapters is the reference, and needs no copy.
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
         copies = layout.data * layout.context
         # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
+        # Rounded up: the buffers are padded to parts of one size.
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
     # there are copies of float32 weights too, and of the gradients that come while the backward pass goes on
@@ -427,6 +430,7 @@ def estimate_sharded(
         -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
+    # The torch backends run neither mixtures of experts nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = (

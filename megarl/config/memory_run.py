@@ -93,6 +93,7 @@ def device_ledger(
         rest: what stays of a process of training that has left the device (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
+    # Each model has processes of its own on the device.
     rest *= 1 + len(beside)
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights
@@ -217,6 +218,7 @@ def host_memory(
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together
+    # With several nodes, engines apart have nodes of their own.
     if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
         found += apart[1] * (engine.host + on_cpu * engine.budget)
     return int(found)

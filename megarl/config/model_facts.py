@@ -160,6 +160,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         KeyError: a size is missing.
         ValueError: one is no number of at least 1.
     """
+    # Models that also see have the sizes of their language model in a section.
     text = content.get("text_config") or content
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
@@ -169,6 +170,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     model_type = (
         whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     )
+    # A family that is not known is counted like most: the torch backends may run it.
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
@@ -193,6 +195,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        # As transformers has it in the configs of these models.
         head_dim=latent.qk_rope_head_dim
         if latent
         else int(text.get("head_dim") or int(text["hidden_size"]) // heads),

@@ -48,6 +48,7 @@ _ON_TORCH = {
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
+# Sections of other trainers that have such keys within, and so are entered.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
 _IS_KEY = re.compile(r"[\w.{}]+")
 
@@ -167,11 +168,13 @@ def override_faults(overrides: Sequence[str]) -> list[Violation]:
     Raises:
         OverridesError: one cannot be read.
     """
+    # A key that is removed is one of the configuration, which is not known here.
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
     return [
         *found,
+        # Absent keys are no faults: the configuration may have them.
         *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
     ]
 

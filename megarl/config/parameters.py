@@ -155,6 +155,7 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return _rules_of_kind(facts, first_layer(facts, facts.kind_of(layer)))
 
 
+# A model has many layers and few kinds of them.
 @lru_cache(maxsize=16)
 def _rules_of_kind(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return tuple(

@@ -131,6 +131,7 @@ class _Look:
         self.done.set()
 
 
+# A name of this module, which a test can replace without changing os for everybody.
 _stat: Callable[[Path], object] = os.stat
 
 

@@ -70,6 +70,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
+        # Only the policy generates: the others have no cache of keys and values.
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         layout = layout_of(View(seen))
         found[path] = (
@@ -141,6 +142,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
     # a section that is not enabled is not filled in
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
+    # A group of one rank needs no communicator.
     sizes = (
         layout.world_size,
         layout.tensor,
@@ -266,6 +268,7 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
     state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
+        # A pair with one change that has room by itself says nothing new.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
             fitting.append(first)
             yield first

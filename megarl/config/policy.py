@@ -175,6 +175,7 @@ class MegatronOptimizerConfig(TypedDict):
         ]
     ]
     fp16: NotRequired[Annotated[bool, Key("the same for float16, with loss scaling.")]]
+    # The other types are in NeMo-RL's configurations, and a rule refuses them with its reason.
     params_dtype: NotRequired[
         Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]
     ]
@@ -874,6 +875,7 @@ class PolicyConfig(TypedDict):
         Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]
     ]
     max_total_sequence_length: Annotated[
+        # A prompt and a response have a token each at least.
         int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))
     ]
     max_grad_norm: NotRequired[

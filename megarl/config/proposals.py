@@ -49,6 +49,7 @@ def valid(
         while pending:
             key, value = pending.popitem()
             raw = put(raw, key, value)
+            # What is written as a reference to a changed key changes with it.
             pending |= {other: value for other in follow.get(key, ()) if other not in changes}
         return examine(raw)[1]
 
@@ -73,6 +74,7 @@ def with_proposals(
         before = {violation.key for violation in search.after(search.chosen)}
         group = search.settle(key) if key in before else None
         if group is not None:
+            # A change may mend several keys, which then have one fix.
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [
@@ -102,6 +104,7 @@ class _Search:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after
+        # By the changes as JSON; those of no change are known.
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
@@ -127,6 +130,7 @@ class _Search:
         was valid breaks a rule."""
         if len(self._known) > _MOST_TRIALS:
             return None
+        # Other keys that break rules of their own are mended later.
         tolerated = self._open - {key, *changes}
         faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
         if not faults:

@@ -186,6 +186,7 @@ def validation_table(config: RunConfig) -> Table:
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     """Return the memory of a rank, one column a pipeline stage; of many stages the first, second and last
     one. ``model`` names one that is not the policy."""
+    # The embedding is in the first stage, the output layer in the last; those between are much alike.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

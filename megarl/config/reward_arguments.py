@@ -105,8 +105,10 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     say."""
     parameters = _parameters_of(function)
     if parameters is None:
+        # Without a signature, as of some functions in C, there are no names to go by.
         return Arguments((RESPONSE, ANSWER), ())
     names = [each.name for each in parameters if each.kind in _NAMED]
+    # A known name gets its value even where it has a default; an unknown one keeps its default.
     given = [
         each
         for each in parameters

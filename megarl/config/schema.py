@@ -34,6 +34,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
 
+# strict: a text never becomes a number, nor a number a flag.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 EXPECTED = {
@@ -155,6 +156,7 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
     for steps, fault in located:
         location = tuple(part for part, real in steps if real)
         violations.append(_violation(fault, location, section, prefix))
+    # One violation a key, its first, in the order in which they were found.
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
 

@@ -502,6 +502,7 @@ class ProfilerConfig(TypedDict):
 class AlgorithmConfig(TypedDict):
     """Keys of an algorithm's own section that a run heeds, as far as the section has them."""
 
+    # Without meanings: each algorithm's own section has them.
     max_num_steps: int
     max_num_epochs: NotRequired[int | None]
     val_period: NotRequired[int]

@@ -23,6 +23,7 @@ SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
 """Share of a device that a chosen budget may fill. The rest is for what the plan does not count, such as
 holes between blocks of memory. Assumed, not measured."""
+# The first breaks no rule, as rules ask for a least budget alone.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
 

@@ -44,6 +44,7 @@ def validate_config(
     given, foreign = without_foreign_keys(
         {key: value for key, value in config.items() if value is not None or key not in ORDER}
     )
+    # Calls this function again, with a number in the place of auto.
     given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
     # Before all else: every later check may touch a path, and one on a dead mount is waited for without end.
@@ -144,6 +145,7 @@ def facts_or_violations(
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
+            # Before the model is read, which may be of that family.
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [

@@ -35,9 +35,11 @@ _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 """A text may have the first number of characters, and the second one for each character of its messages and
 tools."""
 
+# The function by which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# Letters and digits that no template writes by itself, trims or escapes.
 PROBE, FOLLOWING, REASONED = "probed1value", "following2turn", "reasoned3text"
 ASKED = {"role": "user", "content": "asked0first"}
 _NAME, _IDENTIFIER = "look_up", "call00001"
@@ -212,6 +214,7 @@ class ChatTemplate:
             return given
         what = f"{origin}: the arguments {given[:60]!r} of the tool call {call.get('name')!r}"
         try:
+            # An empty text stands for a call without arguments.
             parsed = json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} are no JSON: {error}. Fix: write a JSON object") from error
@@ -347,10 +350,12 @@ def _bounded() -> Iterator[None]:
     so that other threads do not meet it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = status_bytes("VmSize") + _RENDER_BYTES
+    # Only ever lower: a limit that somebody else has set is kept.
     lowers = soft == resource.RLIM_INFINITY or wanted < soft
     if lowers:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
     try:
+        # A process has one alarm: a limit within another would end by stopping the outer one's clock.
         with contextlib.nullcontext() if is_limited() else time_limit(RENDER_SECONDS):
             yield
     finally:

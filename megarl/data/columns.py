@@ -85,6 +85,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     origin, row = _first_record(source, kind, skips_bad_records)
     readings = list(_readings(row, source, kind))
     columns = ", ".join(map(str, row))
+    # Never guessed: training on the wrong column raises no error.
     if len(readings) > 1:
         texts = list[str]()
         for reading in readings:
@@ -189,12 +190,16 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
+        # Names of one set alone (LiveCodeBench, MBPP), known by another field: elsewhere they mean something
+        # else.
         names += [
             name
             for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
             if {name, of_set} <= row.keys()
         ]
     for name in names:
+        # Further fields of the same prompt: Alpaca's input, Dolly's context, the starting code of programming
+        # tasks.
         behind = (
             ["input", "context"]
             if name == "instruction"
@@ -243,6 +248,7 @@ def _beside(
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     has_system = isinstance(first, str) and _roles(value_of(row, first, origin))[:1] == ["system"]
     if source.get("system_key") is None and not has_system:
+        # 0 for a field that is missing, so that it differs from one that holds null.
         systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
         yield from (("system_key", name) for name in systems[:1])
     if source.get("tools_key") is None:

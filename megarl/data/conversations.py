@@ -31,6 +31,7 @@ from megarl.errors import RecordError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# As DeepSeek's API, vLLM and Harmony's template call it.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40
@@ -90,6 +91,7 @@ class ConversationEncoder:
         if self.template.marks_turns:
             return self._by_marks(messages, tools, origin, spoken)
         whole = _Whole(self.template, messages, tools, origin)
+        # The whole at once: parts that are encoded alone join to other tokens at their borders.
         text = _TokenizedText.of(self.tokenizer, whole.text, origin)
         spans, dropped = list[tuple[int, int]](), 0
         floor = 0
@@ -114,6 +116,7 @@ class ConversationEncoder:
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
+        # A line feed or the like behind the turn is no part of what a model generates before it stops.
         del ids[end:]
         ids.append(self._closing_token)
         spans[-1] = (first, len(ids))
@@ -254,6 +257,7 @@ class _TokenizedText:
         """
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        # By prefixes: a token alone may be a part of a character, or decode without its space.
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
@@ -294,6 +298,7 @@ class _Whole:
     ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
         self.text = self._render(messages)
+        # Kept, because each look costs a rendering of the whole conversation.
         self._around_marks: dict[int, tuple[str, str] | None] = {}
 
     def _render(self, messages: Sequence[ChatMessage], *, for_generation: bool = False) -> str:
@@ -314,6 +319,7 @@ class _Whole:
             RecordError: that cannot be told.
         """
         prompt = self._render(self.messages[:place], for_generation=True)
+        # The usual case: the turns before are written as they were when this one was generated.
         if self.text.startswith(prompt):
             return len(prompt)
         after = self._end_of_content(place - 1)
@@ -341,6 +347,8 @@ class _Whole:
             RecordError: it is not written so; says what was expected and what was found.
         """
         plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
+        # Rendered with and without the generation prompt: the difference is what the template adds for a
+        # response.
         header = prompt.removeprefix(plain)
         opened = _REASONING_MARK.search(header)
         if opened and "</" not in header[opened.start() :] and header not in self.text[after:]:
@@ -575,6 +583,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_written(value: str, written: str) -> bool:
     """Return whether a text stands in another one as it is, or with the escapes of JSON."""
+    # Capitalised: Jinja prints true and false as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 

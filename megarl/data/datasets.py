@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Records that are tokenized in one call, which fast tokenizers do on several threads.
 _CHUNK = 1024
 # Of the texts that are tokenized together, which takes hundreds of bytes for each.
 _CHUNK_CHARACTERS = 2**21
@@ -112,6 +113,7 @@ class SourceRange:
     env_name: str | None = None
 
 
+# Searched in pieces, so that a stored column is never in memory as a whole.
 _TOKENS_AT_ONCE = 2**22
 
 
@@ -141,6 +143,7 @@ class Examples(Sequence[Example]):
     def __getitem__(self, place: int | slice) -> Example | tuple[Example, ...]:
         if isinstance(place, slice):
             return tuple(self[each] for each in range(*place.indices(len(self))))
+        # A range has negative places and the IndexError of a list.
         index = range(len(self))[place]
         part, row = self.origin(index)
         table, _, env_name = self._parts[part]
@@ -171,6 +174,7 @@ class Examples(Sequence[Example]):
         digest = hashlib.blake2b(digest_size=16)
         for name in ("prompt", "answer", "targets"):
             column = table.columns[name]
+            # Lengths too: equal tokens may be divided into other rows.
             digest.update(column.lengths[first:last].tobytes())
             starts = column.starts[first : last + 1]
             digest.update(column.values[int(starts[0]) : int(starts[-1])].tobytes())
@@ -328,12 +332,14 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
         DataError: a record is broken, empty or too long, or its answer is of no use; the message says which.
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
+    # All before any is tokenized: a source without known columns is refused within seconds.
     for source in given:
         complete_source(source, reading.kind, reading.skips_bad_records)
     tables = []
     for source in given:
         with phase(source_name(source), "records") as shown:
             tables.append(_read_source(source, reading, shown))
+    # Only now: tables that are open are never removed, and all of this run are open.
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
     parts = [
@@ -360,6 +366,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
     encoder = reading.encoder(source.get("env_name"))
     digest = content_digest(source)
+    # Found by its key alone: all that the tokens depend on is in it.
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     doubts = None
@@ -400,6 +407,7 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
     if mark is not None:
         # a cache that others have made may be closed to writing: then the answers are checked at every start
         with contextlib.suppress(OSError):
+            # Renamed into place: another run may read the mark at any time.
             unfinished = mark.with_name(f"{mark.name}.{os.getpid()}")
             unfinished.write_text(doubts, encoding="utf-8")
             unfinished.replace(mark)
@@ -530,6 +538,7 @@ class _Tokenization:
         self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
         self._seen = self._seen_bad = self._kept = self._longest = 0
+        # Places of records that were tokenized in part: their lengths are lower bounds.
         self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = (
@@ -636,6 +645,7 @@ class _Tokenization:
             for _, _, (prompt, answer, _) in made
         )
         self._longest = max(self._longest, length)
+        # Before faults are looked for: the answer of a record that is left out need not be of use.
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
@@ -652,6 +662,7 @@ class _Tokenization:
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
+            # Records that were left out do not count: an order is one of those that are kept.
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
             chat = b"" if isinstance(record.prompt, str) else b"\1"
@@ -694,6 +705,7 @@ class _Tokenization:
         answered = [self._answer(record.answer, place) for record, place in itertools.compress(placed, plain)]
         prompts = iter(self._encoder.encode_texts([text or "" for text in itertools.compress(texts, plain)]))
         answers = iter(encode_answers(self._tokenizer, answered))
+        # A generator: _add consumes it inside its try, where the error of one conversation is caught.
         return texts, (
             (next(prompts), next(answers), []) if is_plain else self._conversation(record, place, turns)
             for (record, place), is_plain, turns in zip(placed, plain, learned, strict=True)

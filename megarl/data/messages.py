@@ -120,6 +120,7 @@ def _message(
         message["content"] = message.pop("value")
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_parts(message["content"], where)
+    # Whoever checks the roles refuses it, and says where it stands.
     if role is None:
         return message
     calls: Any = message.pop("function_call", None)
@@ -134,6 +135,7 @@ def _message(
         message["tool_calls"] = [_tool_call(call, place, number, where) for number, call in enumerate(calls)]
         pending += [call["id"] for call in message["tool_calls"]]
     elif role == "tool" and pending:
+        # Formats without ids have the results in the order of the calls.
         message.setdefault("tool_call_id", pending.pop(0))
     return message
 

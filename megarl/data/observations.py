@@ -37,6 +37,7 @@ _ORIGIN = "an observation"
 # What a template may write in another form than it is.
 _ODD_CONTENT = 'a "b" {c}, [d]\n\n\\e é 你|f: g'
 
+# A kind of message includes the names and ids of calls, of which a run may have any number.
 _MOST_FRAMES = 256
 
 
@@ -192,6 +193,7 @@ class ObservationEncoder:
             return None
         message = messages[0]
         content = message.get("content")
+        # A template may parse JSON, look for markup, or trim white space: such contents are rendered.
         if (
             not isinstance(content, str)
             or content != content.strip()
@@ -221,6 +223,7 @@ class ObservationEncoder:
             cut.around(content, self._encode) == self.tokens(text)
             for content, text in zip(contents, texts, strict=True)
         )
+        # Otherwise the frame stays text, which is encoded together with each content.
         return cut if is_right else _Frame([], before, behind, [])
 
     def _cut_frame(self, before: str, behind: str) -> _Frame:
@@ -327,6 +330,7 @@ class History:
             behind that.
         """
         tokenizer = self._encoder.tokenizer
+        # The template writes the end of the turn itself.
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
         text = str(
             tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -37,6 +37,7 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "tool": frozenset({"tool", "assistant"}),
 }
 
+# Up to this number every whole number is a float64.
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 _STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)
@@ -136,6 +137,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
             on_bad(error)
             continue
         if known is not None and known.once:
+            # 16 bytes for each record in place of its texts.
             said = hashlib.blake2b(
                 json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16
             ).digest()
@@ -232,6 +234,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     )
     if isinstance(value, str):
         value = messages_in_json(value) or value
+    # A single message without a list around it, as some sets store answers.
     elif are_messages([value]):
         value = [value]
     if isinstance(value, list) or prompt_key is None:
@@ -272,6 +275,7 @@ class Fingerprint:
 
     def add(self, record: Record) -> None:
         """Go on with the next record."""
+        # Only what a record has is added: the digests of plain records stay those of older checkpoints.
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
             content += [record.last, record.tools]
@@ -358,6 +362,7 @@ def text_of(value: Any, key: str, origin: str) -> str:
     if isinstance(value, str):
         _refuse_half_characters([value], key, origin)
         return value
+    # In Python a bool is an int, and true is no answer.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -565,6 +570,7 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
     if key is None:
         return ()
     value = value_of(row, key, origin)
+    # Arrow gives every tool the parameters of all tools, null where it has none.
     if is_table(source):
         value = without_padding(value)
     if isinstance(value, str) and value.strip():

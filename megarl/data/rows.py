@@ -104,6 +104,7 @@ def number_of_rows(source: DataSource) -> int:
 
         return int(pyarrow.parquet.ParquetFile(_file(path)).metadata.num_rows)
     with _file(path).open("rb") as lines:
+        # One more, because the last line may have no line feed.
         return sum(piece.count(b"\n") for piece in iter(lambda: lines.read(1 << 20), b"")) + 1
 
 
@@ -167,8 +168,10 @@ def _json_lines(path: Path) -> Iterator[Row]:
     """(origin, JSON value) of every line that is not blank."""
     number = 0
     try:
+        # -sig: programs on Windows begin files with a byte order mark, which is no JSON.
         with path.open(encoding="utf-8-sig") as lines:
             size = os.fstat(lines.fileno()).st_size
+            # One character more than is allowed: a longer line shows without being read to its end.
             while line := lines.readline(LONGEST_LINE + 1):
                 number += 1
                 origin = f"{path} line {number}"
@@ -238,6 +241,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            # In parts, because a file may be larger than memory.
             for batch in file.iter_batches(_READ_TOGETHER):
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
@@ -256,11 +260,13 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow import csv
 
+    # Cells may hold whole texts and programs, whose lines Arrow would take for rows.
     parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix.lower()], newlines_in_values=True)
     # a row must fit into a block
     reading = csv.ReadOptions(block_size=LONGEST_LINE)
     number = 0
     try:
+        # Opened twice: types can only be given by the names of columns, which the first line has.
         with csv.open_csv(path, read_options=reading, parse_options=parsing) as header:
             names = header.schema.names
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -339,6 +345,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
 
 
 def _was_saved_to_disk(path: Path) -> bool:
+    # Files that save_to_disk writes; load_dataset refuses such a directory.
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 

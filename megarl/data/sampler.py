@@ -23,6 +23,8 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array
     bytes a record: a list of as many numbers takes five times that."""
     order = array("q", range(size))
     if shuffle:
+        # A text is seeded by its digest, so that no two pairs share an order, as sums of both would. Not
+        # shuffle(): another version of Python may draw otherwise for it.
         draw = random.Random(f"{seed}:{epoch}").random
         for last in range(size - 1, 0, -1):
             other = int(draw() * (last + 1))
@@ -140,6 +142,7 @@ class ResumableSampler(Sampler):
             chunk = self._order[self._position : self._position + count - len(taken)]
             taken += chunk
             self._position += len(chunk)
+            # At once and not at the next call: a saved position is always less than the size.
             if self._position == self.size:
                 self._go_to(self._epoch + 1, 0)
         return taken
@@ -206,6 +209,7 @@ class MixtureSampler(Sampler):
             )
         total = sum(exact)
         common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
+        # In whole numbers no share drifts, however long the run.
         self._whole = [int(weight * common) for weight in exact]
         self._total = sum(self._whole)
         self._offsets = [0, *accumulate(sizes)]
@@ -261,6 +265,8 @@ class MixtureSampler(Sampler):
             spread * (weight * number - given * self._total)
             for weight, given in zip(self._whole, taken, strict=True)
         ]
+        # Never empty: the lags add up to one index, so one is at least 1 / k, and k <= 2k - 2 for two sources
+        # or more.
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
         return min(
             eligible,

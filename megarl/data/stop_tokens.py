@@ -62,6 +62,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
     own, config = (_content(model_name, name) for name in _FILES)
     stops = list(stop_tokens_of(tokenizer, model_name))
     known = {*_ids_in(own), *_ids_in(config)}
+    # Whoever serves the model finds all of them in config.json then.
     if not own and set(stops) <= known:
         return None
     found = GenerationConfig.from_dict(dict(own))
@@ -93,6 +94,7 @@ def _cached(model_name: str, file: str) -> str | None:
     from transformers.utils import cached_file
 
     options = {"_raise_exceptions_for_missing_entries": False}
+    # Without the network first: a file that is here must not wait for one.
     found = cached_file(
         model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options
     )

@@ -237,6 +237,7 @@ class TableWriter:
         if self._partial is None:
             self._directory.parent.mkdir(parents=True, exist_ok=True)
             self._partial = self._directory.with_name(f".{self._directory.name}.partial-{os.getpid()}")
+            # Of a process that was killed and had the number of this one.
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir()
             names = [f"{name}.{part}" for name in self._dtypes for part in ("values", "lengths")]
@@ -279,6 +280,7 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         for name, column in columns.items():
             for part, stored in (("values", column.values), ("starts", column.starts)):
                 assert isinstance(stored, StoredValues)
+                # Every byte is compared: one that flipped on the disk would be trained on.
                 stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -56,6 +56,7 @@ def get_tokenizer(
     _refuse_special_files(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # What the libraries raise of files that are missing, damaged or of a kind that they do not know.
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
         raise ModelError(
@@ -73,6 +74,7 @@ def get_tokenizer(
             f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
             "tokenizer_config.json"
         )
+    # Any token would do: lengths and masks leave the padding out.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")

@@ -9,6 +9,8 @@ from megarl import env
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """That torch reads: of the older name, the second, nothing where the newer one is set."""
 _EXPANDABLE = "expandable_segments"
+# torch maps pages on several threads only where it takes memory by malloc and registers it
+# (cudaHostRegister); cudaHostAlloc maps on one.
 _PINNING = {"pinned_use_cuda_host_register": "True", "pinned_num_register_threads": "8"}
 
 

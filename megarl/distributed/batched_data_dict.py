@@ -34,6 +34,7 @@ ObjectT = TypeVar("ObjectT")
 
 _MAX_DIMENSIONS = 8
 _OUT_OF_BAND = 5
+# The header of a gather has a dtype by its position here, so all ranks need the same order.
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -109,6 +110,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
             f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of "
             f"{[str(dtype) for dtype in _DTYPES]}"
         )
+    # Without entry 2, the number of rows, which alone may differ.
     if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
         described = [
             f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}"
@@ -199,6 +201,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
 
 
 def _join_padded(values: Sequence[Tensor], width: int, pad_value: float) -> Tensor:
+    # The dtype that torch.cat gives: a column's type must not depend on whether widths differ.
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     rows = sum(value.shape[0] for value in values)
     joined = torch.full((rows, width, *values[0].shape[2:]), pad_value, dtype=dtype, device=values[0].device)
@@ -549,6 +552,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         batch = self.slice(start, start + batch_size)
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             self._require_batch_number(batch_idx, len(self.micro_batch_indices))
+            # The end of the last micro-batch, which is counted from the first row of its global batch.
             planned = self.micro_batch_indices[batch_idx][-1][1]
             if planned != batch_size:
                 raise BatchError(
@@ -573,6 +577,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one "
                 "that divides it"
             )
+        # An expression in place of yield: the checks above then run at the call.
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
@@ -581,6 +586,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
         """
+        # The plan is read here and not in the generator, so that a batch without one is refused at the call.
         return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
@@ -630,6 +636,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 (offset + start, offset + end, length)
                 for (start, end), length in zip(ranges, lengths, strict=True)
             )
+            # The end of the last micro-batch is the number of rows of its global batch.
             offset += ranges[-1][1]
         return planned
 
@@ -700,6 +707,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return value
 
     def _dealt(self, plans: Sequence[ShardPlan], packed: bool) -> list[DealtRows]:
+        # One for all shards, so that every column is examined once.
         packer = Packer(self.data)
         return [DealtRows(self, packer, plan.rows, _micro_batches_of(plan, packed)) for plan in plans]
 
@@ -743,6 +751,8 @@ class DealtRows:
         return shard
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Rows are picked out only now, when Ray pickles the call: the driver never holds copies of all
+        # shards.
         return _arrived, (SlicedDataDict, self._packer.pack(self.rows), dict(self._micro_batches))
 
 

@@ -156,6 +156,7 @@ def keeping_durations() -> Iterator[None]:
     """Inside, a group of workers that is built again knows what the phases of the group of its name took
     before it: one launch."""
     global _kept
+    # Empty for each launch: another launch may have other models and batch sizes.
     before, _kept = _kept, {}
     try:
         yield
@@ -245,6 +246,7 @@ class PhaseDeadlines:
             if call.method not in durations.first:
                 return min((self._first_s, "first_s"), limit)
             known.append(durations.first[call.method])
+        # Pairs compare by their seconds first, and the key of the bound that applies comes along.
         return min(max((self._least_s, "least_s"), (self._multiple * max(known), "multiple")), limit)
 
     def took(self, call: Call, seconds: float) -> None:

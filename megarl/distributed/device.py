@@ -247,6 +247,7 @@ class DeviceRuntime:
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)
+            # The form that NVML uses, so that processes name a GPU alike whether or not NVML answers.
             return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         return f"CPU-{os.uname().nodename}-{os.getpid()}"
 
@@ -276,6 +277,7 @@ class DeviceRuntime:
     @contextlib.contextmanager
     def timed(self) -> Iterator[Stopwatch]:
         """Measure a block, including the device work it queued."""
+        # Work that was queued before is not part of the block.
         self.synchronize()
         watch = Stopwatch()
         start = time.perf_counter()

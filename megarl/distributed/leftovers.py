@@ -32,6 +32,7 @@ def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
         OSError: it cannot be made.
     """
     sweep(Path(parent))
+    # Until it is claimed it names no owner, and the sweep of another start leaves it.
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     claim(directory)
     return directory
@@ -58,6 +59,7 @@ def sweep(parent: Path) -> list[Path]:
     removed = []
     for directory in sorted(parent.glob(f"{PREFIX}*")):
         if _is_abandoned(directory):
+            # Without errors: two processes that start at once sweep the same directories.
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
     if removed:
@@ -94,6 +96,8 @@ def _identity(process: int) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         # the name of the program, in parentheses, may hold anything
         state, *rest = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        # A zombie has ended although its number is taken. Otherwise field 22 of proc(5): its start, in ticks
+        # since boot.
         started = 0 if state in (b"Z", b"X") else int(rest[18])
     return {
         "process": process,

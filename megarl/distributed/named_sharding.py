@@ -146,6 +146,7 @@ class NamedSharding:
         return self._names == other._names and np.array_equal(self._layout, other._layout)
 
     def __hash__(self) -> int:
+        # All layouts are int64 and tobytes writes in C order, so equal grids have equal bytes.
         return hash((tuple(self._names), self._layout.shape, self._layout.tobytes()))
 
     def __repr__(self) -> str:

@@ -86,6 +86,7 @@ def get_device_uuid(device_idx: int) -> str:
     """Return what names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments
     and errors as above."""
     with nvml_context() as nvml:
+        # Older versions of pynvml return bytes.
         found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
         return found.decode() if isinstance(found, bytes) else str(found)
 
@@ -101,6 +102,7 @@ def gpu_figures(device_idx: int) -> GpuFigures:
     with nvml_context() as nvml:
         handle = _asked(nvml, lambda: _handle(nvml, device_idx))
         free = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).free)
+        # In milliwatts. NVML reports power not for every GPU, and no use of a GPU that is divided (MIG).
         power = _where_supported(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         used = _where_supported(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         return GpuFigures(free / MEBIBYTE, power, used)
@@ -108,6 +110,7 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 
 def _handle(nvml: Any, device_idx: int) -> Any:
     """Return the GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
+    # NVML counts all GPUs of the machine and does not read this variable.
     visible = [
         name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()
     ]

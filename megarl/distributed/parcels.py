@@ -124,6 +124,7 @@ class Packer:
             form, fill = self._forms[name]
             if form in ("inside", "bits"):
                 assert self._lengths is not None, "rows were found to be cut by them"
+                # Once for all columns that are cut: they share the positions.
                 if lengths is None:
                     lengths = self._lengths[chosen]
                     places = _places(np.arange(len(array))[chosen], lengths, array.shape[1])
@@ -132,6 +133,7 @@ class Packer:
             else:
                 values = (array[:, 0] if form == "row" else array)[chosen]
             size = len(array) if rows is None else len(rows)
+            # Contiguous, because pickle copies other arrays into its own stream.
             packed[name] = Parcel(
                 value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill
             )
@@ -181,6 +183,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a column is a tensor that its values, type and shape describe wholly."""
+    # No subclass, whose type would be lost. The memory of a lazily negated tensor does not hold its values.
     return (
         type(value) is Tensor
         and value.layout == torch.strided

@@ -105,6 +105,7 @@ def listen(driver: int) -> Kept:
 
 
 if __name__ == "__main__":
+    # It has to outlive the driver, whichever of these signals ends that.
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
     end(listen(int(sys.argv[1])))

@@ -34,6 +34,7 @@ def alive_nodes() -> list[RayNode]:
         free = available_resources_per_node()
     living = [node for node in ray_calls.nodes() if node["Alive"]]
     nodes = [
+        # A node that joined between the two calls is not in the first answer: it counts as taken for now.
         RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {}))
         for node in living
     ]

@@ -67,6 +67,7 @@ class LocalRay:
 
         def started(*arguments: Any, **options: Any) -> Any:
             process = start(*arguments, **{**options, "start_new_session": True})
+            # A process that starts a session leads it, and the session has its number.
             self._tell(f"{ray_keeper.SESSION} {process.pid}")
             on_start(process)
             return process

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 INIT_SECONDS = 120.0
 """How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go
 wrong after 30 to 60 s."""
+# An alarm that is set to 0 s never rings.
 _SHORTEST_TRY_S = 0.05
 SHUTDOWN_SECONDS = 10.0
 """How long ``ray.shutdown`` may take before the processes that it waits for are killed."""
@@ -127,6 +128,7 @@ def init_ray(
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
+        # To Ray, "local" is no address but the order to start one here.
         if address is not None and address != "local":
             _attach(address, runtime_env, log_to_driver, end, silent_s)
         else:
@@ -409,6 +411,7 @@ def _redact_what_workers_print() -> None:
     """
     worker: Any = importlib.import_module("ray._private.worker")
     real = getattr(worker, "print_to_stdstream", None)
+    # A Ray without the function shows its lines unredacted; an earlier start has wrapped it already.
     if real is None or hasattr(real, "__wrapped__"):
         return
 

@@ -58,6 +58,7 @@ def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
     """End this process at once, with an exit code that says "start me again", and its launches with a reason:
     to end in order it would have to ask Ray. The workers, and a local Ray, end with their driver."""
     end_open_launches(f"{kind.__name__}: {message}")
+    # Not by sys.stderr: os._exit flushes no buffers.
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
     # sys.exit would run Ray's own exit handlers, which wait for the process that is gone.
@@ -250,6 +251,7 @@ class StartWatch:
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
+            # Popen has a negative code for a process that a signal ended.
             self._watches.append(
                 ProcessWatch(
                     name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
@@ -303,6 +305,7 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
         )
     raylet = own_raylet()
     if raylet is not None:
+        # Its end alone, at once: that it is stopped shows at its port.
         stack.callback(ProcessWatch(RAYLET, raylet, None).close)
     return stack
 
@@ -324,4 +327,5 @@ def own_raylet() -> int | None:
     except OSError as error:
         logger.warning("it cannot be seen which process the raylet is: %s", error)
         return None
+    # struct ucred: process, user, group. The process is 0 where another namespace hides it.
     return int(struct.unpack("3i", credentials)[0]) or None

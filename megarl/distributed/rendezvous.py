@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+# All ranks may connect at once; the kernel's own limit (net.core.somaxconn) is the same by default.
 _BACKLOG = 4096
 
 
@@ -124,6 +125,7 @@ def init_process_group(
             listening there.
         DeadlineError: the others did not come in time.
     """
+    # Here and not above: a worker's shell imports this file, and sets thread counts before torch is loaded.
     import torch.distributed as dist
 
     # A device is bound for NCCL's sake; gloo has none to connect.
@@ -311,6 +313,7 @@ def set_group_timeouts(seconds: float) -> None:
     # torch has no public way to change a time-out after a group was made, and Megatron-Core makes its own.
     for group in list(distributed_c10d._world.pg_map):
         backends = {
+            # By identity: one backend may serve several devices of its group.
             id(backend): backend
             for device in group._device_types
             if (backend := _innermost(group._get_backend(device)))

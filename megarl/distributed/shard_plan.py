@@ -180,6 +180,7 @@ def plan_packed(
     )
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
+        # Rounded before packing: a bin has to hold the sequences with their padding.
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
         bins = packer.pack(_sums(padded, together))
         group_costs = _sums([sequence_cost(length, crossover) for length in padded], together)

@@ -66,6 +66,7 @@ class TokenRows(Sequence[list[int]]):
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
         """Yield the rows in order, in parts of at most about that many tokens, and of a row at least."""
+        # Rows whose last tokens are in the same window of that many tokens make a part.
         part = (self._ends - 1) // tokens
         ends = [0, *self._ends.tolist()]
         for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):

@@ -140,6 +140,7 @@ class RayVirtualCluster:
         max_retries: int = 6,
         ready_timeout_s: float = 180.0,
     ) -> None:
+        # First of all: __del__ gives the places back, also where a check below raises.
         self._placement_groups: list[PlacementGroup] | None = None
         _check_arguments(
             bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries
@@ -222,6 +223,7 @@ class RayVirtualCluster:
         return [name for name in names if name is not None]
 
     def _check_resources(self, total: Mapping[str, float]) -> None:
+        # One CPU for each worker of each group that may share a bundle, as in _bundle.
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
         if self.use_gpus:
             needed["GPU"] = self.world_size()
@@ -258,6 +260,8 @@ class RayVirtualCluster:
             places, groups = self._places(alive_nodes()), []
             self._nodes = {node_id for _, node_id in places if node_id}
             with ray_calls.calling("placement_group"):
+                # The label pins a group to its node: Ray would otherwise choose, and rank order follow no
+                # order of nodes.
                 for index, (count, node_id) in enumerate(places):
                     selector = [{_NODE_ID_LABEL: node_id}] * count if node_id else None
                     bundles = [dict(bundle) for _ in range(count)]

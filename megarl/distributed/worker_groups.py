@@ -130,6 +130,7 @@ class RayWorkerGroup:
         call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
         deadlines: PhaseDeadlines | None = None,
     ) -> None:
+        # First of all: __del__ reads it, also where something below raises.
         self._workers: list[WorkerHandle] = []
         self._endpoint: Endpoint | None = None
         self.cluster = cluster
@@ -157,6 +158,7 @@ class RayWorkerGroup:
         # Ray sets OMP_NUM_THREADS to the CPUs of a worker, which is 1, and torch reads it once, when it is
         # imported.
         threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
+        # In this order: a thread count in the driver's environment, which is forwarded, wins over ours.
         shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
         options = recursive_merge_options(
@@ -496,6 +498,7 @@ class RayWorkerGroup:
                 kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
                 remote = getattr(self._workers[call.worker], method)
                 started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
+                # A generator has no single reference by which its call could be found.
                 if isinstance(started[-1], ray.ObjectRef):
                     self._registry.begin(under_way, started[-1])
         return started
@@ -508,6 +511,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:
         for value in call.kwargs.values():
+            # The way through the store costs more than a small value takes in the message.
             if (
                 value is None
                 or isinstance(value, (bool, int, float, str, ray.ObjectRef))

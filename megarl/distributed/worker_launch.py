@@ -158,6 +158,7 @@ class PendingWorkers:
                     for shell, requirement in zip(self._shells, requirements, strict=True)
                 ]
             methods = await_results(references, self._registry, f"constructor of {name}", deadline)
+        # Also on an interrupt: processes left behind would hold the devices of the next start.
         except BaseException:
             self.kill()
             raise
@@ -203,6 +204,7 @@ class PendingWorkers:
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
         for index, (process, _) in zip(indices, answers, strict=True):
+            # As soon as it is known: from now on errors name the host.
             self._registry.set_process(self._shells[index], process)
         return answers
 
@@ -240,6 +242,7 @@ def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegi
     place = PlacementGroupSchedulingStrategy(
         placement_group=spec.placement_group,
         placement_group_bundle_index=spec.bundle_index,
+        # What a worker starts by Ray itself, as vLLM may, has to run on the worker's own bundle.
         placement_group_capture_child_tasks=True,
     )
     remote = ray.remote(WorkerShell).options(**options, scheduling_strategy=place)

@@ -35,6 +35,7 @@ _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
 _MOST_CALLS = 65_536
 _FETCH_S = 10.0
+# Ray colours the tracebacks of workers; errors go to logs too.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -324,6 +325,7 @@ def _deadline_error(
             f"do not answer and {reason}",
             "see below where they wait; a new start goes on from the last checkpoint",
         )
+    # A worker without a process was never placed.
     if any(process is None for process in processes):
         advice = "check that the cluster has free places for all workers"
     return DeadlineError(

@@ -99,6 +99,7 @@ def own_compile_cache() -> None:
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
+    # Not through a link, which another user may have put there.
     found = usual.lstat()
     if (
         stat.S_ISDIR(found.st_mode)
@@ -150,6 +151,8 @@ class WorkerShell:
     def open_rendezvous(self) -> tuple[str, int]:
         """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and
         port."""
+        # Bound here and kept: a port that was only found free may be another process's by the time it is
+        # used.
         address = ray.util.get_node_ip_address()
         return address, rendezvous.open_listener(address)
 
@@ -163,6 +166,7 @@ class WorkerShell:
         """Build the worker. Returns its methods; True marks generators, whose items are streamed."""
         env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})
         rendezvous.set_endpoint(endpoint)
+        # What the class itself says of its arguments overrides the caller's.
         worker_class, _ = import_worker_class(class_name)
         positional, keywords = arguments
         self._worker = worker_class(*positional, **{**keywords, **init_kwargs})

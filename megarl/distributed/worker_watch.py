@@ -67,6 +67,7 @@ class WorkerWatch:
         """Look at all that are waited for, the same ones at each look of a time; why they will never answer,
         "" where they may."""
         self._looks.append(self._look(processes))
+        # What a worker does is seen between looks, not by one of them.
         if len(self._looks) < LOOKS:
             return ""
         if any_is_stopped(self._looks[-1]):
@@ -120,7 +121,9 @@ def _beside(
     references = {}
     for index, process in enumerate(processes):
         if process is not None:
+            # On that node or not at all: elsewhere the number is another process's.
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+            # No CPU, since the workers may hold all of them; tried once, as the look is of this moment.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
             references[ray_calls.submit(task.options(**options), process.process_id, *arguments)] = index
     found: list[Any] = [None] * len(processes)

@@ -87,6 +87,7 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
     version = Version((python or platform.python_version()).rstrip("+"))
     for name in BUILT_FOR_EACH_OTHER:
         wanted = _wanted_python(name)
+        # By default a specifier leaves out pre-releases, and one that runs here is meant.
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
             found = f"{version}, {name} {installed_version(name)} wants {wanted}"
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
@@ -118,6 +119,7 @@ def broken_requirements(name: str) -> Iterator[str]:
     torch==2.13.0, 2.15.0 is here``."""
     for wanted in _requirements(name):
         version = installed_version(wanted.name)
+        # As above: an installed pre-release counts.
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
             yield (
                 f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is "

@@ -104,9 +104,11 @@ def read_driver() -> Driver | DriverFault | None:
 
     try:
         pynvml.nvmlInit()
+    # A machine without a driver is no fault: runs use its CPU.
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:
+        # A driver that does not answer is a fault and no absence: after an update it may not fit its library.
         return DriverFault(str(error))
     try:
         # NVML sees GPUs that CUDA_VISIBLE_DEVICES hides from torch
@@ -167,6 +169,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"{built}, so the GPUs lie idle",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
+    # By the major version alone: within one, drivers serve later minor versions too.
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""

@@ -43,9 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     rendezvous.init_process_group(backend, datetime.timedelta(seconds=60), device)
     numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
+    # The first collective connects the processes, which is not measured.
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers)
+    # In float64: a sum of a million float32 numbers is rounded.
     total = float(numbers.double().sum().item())
     seconds = time.perf_counter() - start
     dist.destroy_process_group()
@@ -85,6 +87,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
             stop()
         return answer
 
+    # Kills the processes, which ends every read of them below: reads have no bound of their own.
     timer = Timer(deadline_s, stop)
     timer.start()
     try:
@@ -95,6 +98,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
                 _start(backend, rank, world_size, int(port.removeprefix(PORT_MARK)))
                 for rank in range(1, world_size)
             ]
+        # All outputs are read at once: a process stands still where its pipe is full.
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
         # a timer that has fired is no longer alive
@@ -111,6 +115,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
     )
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
+        # The last word: libraries may have printed others before.
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
         return ROOM.ok(
             name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"

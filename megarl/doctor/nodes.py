@@ -108,6 +108,7 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
     """Return the ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a
     node, but two at least."""
+    # Of the node with the fewest, as every node gets the same number of ranks.
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]
@@ -252,6 +253,7 @@ class Adder:
         world = dist.get_world_size()
         summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
         dist.all_reduce(summed)
+        # After the first sum alone: each later one adds up sums.
         right = bool((summed == world * (world + 1) / 2).all())
         seconds = []
         for _ in range(REPEATS):
@@ -259,9 +261,11 @@ class Adder:
             here.synchronize()
             start = time.perf_counter()
             dist.all_reduce(summed)
+            # NCCL only queues: without this the clock would stop before the sum is done.
             here.synchronize()
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()
+        # The median, which one slow sum does not move.
         return sorted(seconds)[REPEATS // 2], right
 
 

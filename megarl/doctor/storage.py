@@ -41,6 +41,7 @@ NETWORKED = (
     "virtiofs",
 )
 _SIZE = 1 << 20
+# Run with -I, so that no module of the working directory takes the place of a standard one.
 _READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
 
 

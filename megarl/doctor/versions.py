@@ -67,6 +67,7 @@ def check_package(requirement: Requirement) -> Check:
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
         return ROOM.failed(requirement.name, "not installed", fix)
+    # By default a specifier leaves out pre-releases; one that is installed is meant.
     if not requirement.specifier.contains(version, prereleases=True):
         return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
     note = (
@@ -115,6 +116,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         version = installed_version(name)
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
+    # Of the extra alone: what applies without it is required anyway.
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'"
         for one in requirements_of(DISTRIBUTION)

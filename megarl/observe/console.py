@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_WIDTH = 100
 _ETA_WINDOW = 20
+# The first step also compiles, allocates and connects.
 _STEADY_STEP = 2
 _STYLES = {
     "progress": "bold",
@@ -71,6 +72,7 @@ class TrainingConsole:
         self._total_steps = total_steps
         self._title = title
         self._quiet = quiet
+        # By default rich colours every number in a line.
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
@@ -124,10 +126,12 @@ class TrainingConsole:
         self._last_step_at, self._last_step = now, step
         self._steps += 1
         self._add_performance(metrics)
+        # From now on the lines of the steps show that the run goes on.
         if not self._console.is_terminal:
             self._under_way.close()
         if self._quiet:
             return
+        # The median: a step with a validation or a save is no measure of the others.
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
         if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
             metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
@@ -147,6 +151,7 @@ class TrainingConsole:
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
             bare = name.removeprefix(f"{of_set}/") if of_set else name
+            # Counts of faults only where there are any.
             if value or not (bare in REWARD_FAULTS or bare.startswith(EPISODES)):
                 lines[of_set][bare] = _number(value)
         for of_set, numbers in lines.items():

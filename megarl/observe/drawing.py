@@ -129,6 +129,7 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
     if last:
         axes.set_xlabel("training step", fontsize=11)
         low, high = axes.dataLim.intervalx
+        # A single step: matplotlib would divide the axis into fractions of it.
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -198,6 +199,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
         ]
     group = -(-len(steps) // MOST_BARS)
+    # The row of step 0 is a validation before training, which the means do not count.
     trained = next((index for index, step in enumerate(steps) if step > 0), 0)
     centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
     bottom = [0.0] * len(centres)
@@ -216,6 +218,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
+    # From above as the bars are stacked: the last one that was plotted is on top.
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 
@@ -234,6 +237,7 @@ def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         for name in (STEP, f"timing/{ROLLOUT_WAIT}_s", f"timing/{ENGINE_IDLE}_s")
     )
     begins = [sum(whole[:index]) for index in range(len(steps))]
+    # Only runs that train on the groups that are complete first have this metric.
     waits_first = "train/rollouts_ready" in series
     for row, (who, pauses) in enumerate((("engines", idle), ("trainer", wait))):
         works = [max(total - pause, 0.0) for total, pause in zip(whole, pauses, strict=True)]

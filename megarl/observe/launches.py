@@ -151,6 +151,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     path = run_dir / FILE_NAME
     start = _start(_starting.pop(path, time.time()))
     recorded = _append(path, {**start, "first_step": first_step, "total_steps": total_steps})
+    # Without a line of its own, the end would be taken for that of the launch before.
     outcome = LaunchOutcome(path=path if recorded else None)
     if recorded:
         _open_launches[path] = outcome
@@ -209,6 +210,7 @@ def restarts_within(launches: Iterable[Launch], what: str) -> int:
 def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
     """None for an entry that lacks something or has it of another type, as a damaged file may."""
     try:
+        # By way of JSON, whose lists a strict validation takes for tuples; it refuses Python's.
         return adapter.validate_json(json.dumps(entry), strict=True)
     except (ValidationError, RecursionError):
         return None

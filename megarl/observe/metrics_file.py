@@ -34,6 +34,7 @@ class MetricsFile:
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND: every write goes to the end, also after the file was cut.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._drop_partial_line()
 
@@ -56,6 +57,7 @@ class MetricsFile:
         try:
             write_all(self._descriptor, line)
         except OSError:
+            # Otherwise the next row would follow on the same line, and both be lost.
             os.ftruncate(self._descriptor, size_before)
             raise
 
@@ -74,6 +76,7 @@ class MetricsFile:
             for line in stream:
                 row = _parse(line)
                 if row is None or row["step"] > step:
+                    # Kept bytes before the first dropped row: all kept ones, where only the last rows go.
                     bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
@@ -105,6 +108,7 @@ class MetricsFile:
             there = os.stat(self.path)
         except FileNotFoundError:
             size = os.fstat(self._descriptor).st_size
+            # The open descriptor still reads a file that was removed.
             self._replace([os.pread(self._descriptor, size, 0)])
             logger.warning(
                 "%s was removed while the run goes on; it was written again, with all its rows", self.path
@@ -118,6 +122,7 @@ class MetricsFile:
             )
 
     def _open_again(self) -> None:
+        # Before the old one is closed, so that an error leaves a descriptor that can be used.
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         os.close(self._descriptor)
         self._descriptor = descriptor
@@ -138,6 +143,7 @@ class MetricsFile:
 
 def encoded(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line of the file."""
+    # allow_nan=False: Python would write NaN, which no other reader of JSON takes.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 

@@ -40,6 +40,7 @@ _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
+# Colours that follow the page, which may be light or dark.
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
 # A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger
 # screens it is more.
@@ -260,6 +261,7 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
                 handles = draw_panel(axes, panel, runs)
                 for number, step in enumerate(restarts):
                     line = axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart")
+                    # One entry of the legend for all of them.
                     handles += [line] if number == 0 else []
                 finish_axes(axes, panel.unit)
                 _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
@@ -315,6 +317,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
     """Set the range of the vertical axis, and how its numbers are written."""
     if panel.fraction and low >= 0 and high <= 1:
+        # A little more, so that lines along 0 and 1 have their whole width.
         axes.set_ylim(-0.03, 1.03)
     elif panel.from_zero and low >= 0:
         axes.set_ylim(0, high * 1.08 or 1.0)
@@ -421,6 +424,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     }
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
+    # Means a step, so that runs of different lengths compare.
     counts = list[int]()
     for series in runs.values():
         counted = [STEP] if STEP in series else phase_names(series)
@@ -445,6 +449,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         )
     # Above the bars, as names of any length have room there.
     for position, name in zip(positions, runs, strict=True):
+        # Out of the layout, because a long name would shrink the axes.
         shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
         axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(
             False
@@ -491,7 +496,10 @@ def _svg(figure: Figure, title: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
+    # Matplotlib's ids come from a random salt; from the title they are the same each time, and of one
+    # picture.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        # No date and no version: the same curves give the same bytes.
         figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

@@ -27,6 +27,7 @@ from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Names with a prefix, which `compare_runs` cuts off for the axis.
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
 # Title and panels of the pictures of a run.
 _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}

@@ -111,6 +111,7 @@ class ProgressConsole:
     def _live_line(self, phase: Phase) -> Iterator[None]:
         if self._live is None:
             columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), _PhaseTime()
+            # Transient: what stays of a phase is the line that phase() writes in the end.
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         live = self._live
@@ -121,6 +122,7 @@ class ProgressConsole:
             # the terminal may be gone
             with contextlib.suppress(OSError):
                 live.remove_task(task)
+                # The outermost phase is the one that began the live display.
                 if len(self._open) == 1:
                     self._live = None
                     live.stop()
@@ -136,6 +138,7 @@ class ProgressConsole:
             yield
         finally:
             ended.set()
+            # No line may come after the one that ends the phase.
             teller.join()
 
     def _tell(self, phase: Phase, ended: threading.Event) -> None:

@@ -76,6 +76,7 @@ class SampleFiles:
                 with them and takes time.
         """
         with self._changed:
+            # Rows that find no place are lost: a step never waits for a disk.
             full = len(self._waiting) >= _MOST_WAITING
             if not full and not self._closed:
                 self._waiting.append((kind, step, rows, then))
@@ -145,6 +146,7 @@ class SampleFiles:
                 kind, step, rows, then = self._waiting[0]
             try:
                 self._directory.mkdir(exist_ok=True)
+                # Durable: flush promises that samples are on the disk before the checkpoint of their step.
                 with whole_file(self._directory / f"{kind}_step_{step}.jsonl", durable=True) as stream:
                     stream.writelines(map(_line, rows))
                 self._prune(kind)
@@ -163,6 +165,7 @@ class SampleFiles:
 
     def _prune(self, kind: str) -> None:
         if self._most_files is not None:
+            # Not the first file, which shows how the run began. -0 would be the beginning: None is the end.
             for _, path in list_samples(self._directory, kind)[1 : -(self._most_files - 1) or None]:
                 path.unlink(missing_ok=True)
 

@@ -73,6 +73,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
             steps.append(step)
             values.append(number)
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # Taken out one by one, so that the points of a long run are never held twice.
     series = {name: _series(*points.pop(name), same) for name in list(points)}
     return Log(series, not_finite, last_time)
 
@@ -90,6 +91,7 @@ def _series(
     steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Series:
     """Return a curve of points in the order of the file; metrics of the same steps share them."""
+    # A resumed run writes steps again; of these the dict keeps the later row.
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))
     kept = tuple(steps)
@@ -99,6 +101,7 @@ def _series(
 def smoothing_window(count: int) -> int:
     """Return steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no
     smoothing) below 10 points."""
+    # Odd, so that as many points lie on either side.
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 

@@ -49,10 +49,12 @@ class TensorBoardSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Write every number of the row; texts are left out."""
         if self._writer is None:
+            # Made at the first row, when it is known which steps a resumed run repeats.
             self._writer = self._writer_class(**self._settings, purge_step=self._purge_step)
         for name, value in row.items():
             if name not in _OWN_NAMES and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["time"])
+        # A killed run would lose the rows of the writer's buffer.
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
@@ -101,6 +103,7 @@ class WandbSink(_RunSink):
         """
         module = _import("wandb", "logger.wandb_enabled", "wandb")
         log_dir.mkdir(parents=True, exist_ok=True)
+        # allow: goes on with the run of that id where W&B knows one, and begins it elsewhere.
         identity = {"id": _remembered_id(log_dir / _WANDB_ID_FILE), "resume": "allow"}
         self._module = module
         self._run = module.init(
@@ -183,6 +186,7 @@ class MlflowSink:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except Exception as error:
+            # This answer alone: a server that is down must not lead to a second run.
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
             logger.warning("MLflow has no run %s any more; a new one is made", run_id)

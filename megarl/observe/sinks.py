@@ -116,6 +116,7 @@ class MetricsFileSink:
                 self._cut_after = None
             while self._waiting:
                 self._file.append_line(self._waiting[0][1])
+                # Only now that it is written: after an error the row is still the first.
                 self._waiting.popleft()
         except OSError as error:
             self._was_full = True
@@ -251,6 +252,7 @@ def open_sinks(
         try:
             sinks.append(build())
         except ConfigError:
+            # Those that are open already would stay so: nobody has them yet.
             MetricSinks(sinks).close()
             raise
         except (Exception, SystemExit) as error:
@@ -277,6 +279,7 @@ def _scalar(value: Any) -> int | float | bool | str | None:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
+        # numpy's float64 is a float of Python; this makes a plain one of it.
         return float(value)
     item = getattr(value, "item", None)
     if item is None:

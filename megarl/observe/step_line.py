@@ -19,9 +19,9 @@ REWARD_NAMES = (
     "mean_reward",
 )
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
+"""Counts of responses without a reward, shown where there are any."""
 EPISODES = "episodes/"
 """What the names of metrics begin with that count conversations by how they ended."""
-"""Counts of responses without a reward, shown where there are any."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
@@ -99,11 +99,13 @@ def format_seconds(seconds: float) -> str:
     """``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
+    # The bound of what is rounded to 9.9: from there on there is no decimal.
     if seconds < 9.95:
         return f"{seconds:.2f}s" if seconds < 0.995 else f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
+    # From 59.5 minutes on it would be rounded to 60m.
     if whole < 3570:
         return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
     minutes = round(whole / 60)
@@ -215,6 +217,7 @@ def _thousands(count: float) -> str:
     """``231``, ``2.3k``, ``23k``, ``2.3M``."""
     if not math.isfinite(count):
         return str(count)
+    # From 999.5 on it would be rounded to 1000: the next unit takes over.
     for limit, divisor, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (math.inf, 1e6, "M")):
         if count < limit:
             scaled = count / divisor

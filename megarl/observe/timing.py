@@ -110,6 +110,7 @@ class PhaseTimer:
         """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase:
         of what went on beside."""
         collected = other.collect()
+        # The step of the other timer is no phase of this one.
         del collected[STEP_SECONDS]
         for name, value in {
             **{name.removesuffix("_s"): value for name, value in collected.items()},
@@ -140,6 +141,7 @@ class PhaseTimer:
         now = self._clock()
         for path, start in self._open:
             self._add(path, now - start)
+        # An open phase goes on in the next step, from now.
         self._open = [(path, now) for path, _ in self._open]
         collected = {f"{path}_s": seconds for path, seconds in self._seconds.items()}
         collected[STEP_SECONDS] = now - self._step_start

@@ -302,7 +302,7 @@ def observation_encoder(
 
 @dataclass(slots=True)
 class _Engines:
-    """What generates for a collector; see ``megarl.rollout.episodes.Engines``."""
+    """The engines of a collector; see ``megarl.rollout.episodes.Engines``."""
 
     collector: Collector
     prompts: Sequence[int]
@@ -368,7 +368,7 @@ class _Engines:
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """What the environment and the ends of episodes say, a column each."""
+    """Return a column for each thing that the environment and the ends of episodes say."""
     return {
         "truncated": torch.tensor(
             [episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool
@@ -381,7 +381,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
-    """How many episodes ended for each reason, and the tokens that they observed."""
+    """Count the episodes that ended for each reason, and the tokens that they observed."""
     counts = Counter(episode.reason for episode in episodes)
     observed = sum(
         each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments

@@ -1,4 +1,4 @@
-"""What earlier launches left in a run's directory, and what a launch has to keep of it."""
+"""Files that earlier launches left in a run's directory, and the parts that a launch keeps."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
 
 def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
+    # An empty file is no training: a launch that fails in its first step leaves one.
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
 

@@ -87,7 +87,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = None) -> ResumePoint:
-    """Where the weights come from: a checkpoint of a run, or for None the configured model.
+    """Return the point that weights are taken from: a checkpoint of a run, or for None the configured model.
 
     Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state,
     which is most of it, is not read. Of one that has to be signed everything is read.
@@ -110,6 +110,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
     except (CheckpointError, KeyError, TypeError, ValueError):
         near = sorted(
             (*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")),
+            # Shorter names first, so that step_9 comes before step_10.
             key=lambda path: (len(path.name), path.name),
         )
         fix = (
@@ -152,9 +153,11 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
     with ExitStack() as stack:
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
+        # The prompts have the day of the run, as in its own validations.
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(config, stack)
+        # check_evaluation has refused algorithms that generate nothing.
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)
         policy = make(config, tokenizer, weights, stack, ACTOR)
@@ -217,7 +220,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
 
 
 def _sampling_of(plan: SetPlan) -> dict[str, Any]:
-    """How a set was sampled."""
+    """Return the settings that a set was sampled with."""
     return {
         "answers_a_prompt": plan.generations,
         **{name: getattr(plan, name) for name in ("temperature", "top_p", "top_k", "max_prompts")},
@@ -225,8 +228,8 @@ def _sampling_of(plan: SetPlan) -> dict[str, Any]:
 
 
 def result_path(config: RunConfig, weights: ResumePoint) -> Path:
-    """Where a result goes that is not sent elsewhere: ``evaluations/step_40.json`` of the run's directory, or
-    with the name of the model.
+    """Return the file of a result that is not sent elsewhere: ``evaluations/step_40.json`` of the run's
+    directory, or with the name of the model.
 
     Where that file has a result of other weights, of other sets or of another way to sample them,
     ``step_40-2.json`` or the next name without such a result: what is measured again replaces what was
@@ -246,13 +249,14 @@ def result_path(config: RunConfig, weights: ResumePoint) -> Path:
 
 
 def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
-    """Whether a file has a result of these weights, sets and ways to sample them."""
+    """Return whether a file has a result of these weights, sets and ways to sample them."""
     try:
         found = json.loads(path.read_bytes())
         same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
         sets = dict[str, Any]()
         for name, figures in found["sets"].items():
             sets[name] = {key: figures[key] for key in of_this["sets"][name]}
+    # A file of another form or version is no result of these weights, and is left alone.
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
     return bool(same_weights and sets == of_this["sets"])
@@ -303,6 +307,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     check_evaluation(config)
     weights = weights_to_evaluate(checkpoint, config["checkpointing"]["signing_key_file"])
     path = out or result_path(config, weights)
+    # Where there is no terminal, rich takes 80 columns and would fold the table.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     if dry_run:
         _describe(config, weights, path, console)

@@ -127,6 +127,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     template_kwargs = policy["tokenizer"].get("chat_template_kwargs")
     stops = tuple(at(policy, "generation.stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
     sections = at(config, "env") or {}
+    # Named environments are sections within the section; options belong to a single one.
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
     told = tools_told(environment)
@@ -192,6 +193,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
             raise ConfigError([Violation(key, given, bound, "remove it")])
         return None
     if given is None:
+        # Into the configuration, which is saved: a resumed run renders the same prompts on a later day.
         section["template_date"] = given = datetime.date.today().isoformat()
         logger.info("the chat template writes the date; this run keeps the day of its first start, %s", given)
     try:
@@ -212,8 +214,8 @@ def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
 
 
 def _judge(config: RunConfig) -> list[Any]:
-    """What decides whether a reference answer is of use: the section of the environment, and the code of a
-    user's own."""
+    """Return all that decides whether a reference answer is of use: the section of the environment, and the
+    code of a user's own."""
     section = config.get("env") or {}
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
     # the environment has been made, so that the modules that it names have been imported
@@ -223,6 +225,7 @@ def _judge(config: RunConfig) -> list[Any]:
     texts = [file.read_bytes() for file in files if file.is_file()]
     texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
     code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
+    # Another version of either may decide otherwise of the same answer.
     return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 
 

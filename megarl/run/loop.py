@@ -58,7 +58,7 @@ class Reporting:
         timer: told the phases of a step.
         memory: the memory figures of the workers, in GiB.
         throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
-        restarts: how often engines and workers were started anew, by name; empty where they were not.
+        restarts: how often engines and workers were restarted, by name; empty where they were not.
         look_around: called after each step, before anything is written; raises where the directory that all
             of it goes to is gone.
     """
@@ -73,6 +73,7 @@ class Reporting:
 
     def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
         """Return the row of a step but for its validation, with what the timer has collected."""
+        # Nothing was trained before the validation in front of the first step.
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {
@@ -138,8 +139,10 @@ class _HeldStep:
             return
         step, row = self._row
         validation = self._algorithm.validated_beside()
+        # No step has followed, so that the weights are still those of the held step.
         if validation is None:
             validation = _validate(self._algorithm, self._reporting)
+        # Only now: where the validation fails, the row is still written on leaving.
         self._row = None
         self._reporting.write(step, row, validation)
         if self._checkpoints is not None:
@@ -194,6 +197,7 @@ def _run_steps(
     profiler: StepProfiler | None,
     held: _HeldStep,
 ) -> int:
+    # Drops the seconds of the start, which belong to no step.
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
         if algorithm.validate_beside():
@@ -202,10 +206,13 @@ def _run_steps(
             validation = _validate(algorithm, reporting)
             reporting.write(0, reporting.row(0, {}), validation)
     for step in range(first_step + 1, schedule.total_steps + 1):
+        # Nothing to save, or nothing new since the checkpoint at hand; otherwise one more step is trained and
+        # saved.
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             held.finish()
             return step - 1
         if checkpoints is not None:
+            # Without waiting: what has been written meanwhile becomes visible.
             checkpoints.settle()
         begun = time.monotonic()
         if profiler is not None:
@@ -215,6 +222,7 @@ def _run_steps(
             if profiler is not None:
                 profiler.end(step)
             held.finish()
+            # Behind the last step, or a stop, nothing follows that a validation could go on with.
             is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
             is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
             validation = _validate(algorithm, reporting) if is_due and not is_beside else {}
@@ -225,6 +233,7 @@ def _run_steps(
         # a step that was skipped has not all of them, nor has a warm-up
         if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
+        # A stop is looked for again, because it may have come during the step.
         saves = checkpoints is not None and (
             checkpoints.due(step, schedule.total_steps) or stop.reason is not None
         )
@@ -236,6 +245,7 @@ def _run_steps(
                         step,
                         algorithm.sampler.state(),
                         metrics,
+                        # Asked later, when the variable of the loop has moved on: the step is bound now.
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
                         is_validated=not is_beside,
                     )
@@ -251,6 +261,7 @@ def _run_steps(
             stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
+            # A stop also waits for a write in the background, of which the last one is known.
             held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
             stop.save_took(*held.save_took)
             if stop.reason is not None:

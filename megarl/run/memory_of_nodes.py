@@ -3,7 +3,7 @@ training goes on.
 
 On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is
 none of the workers: what they have written is brought to the disk also when they are lost after ``hold``.
-When all nodes are through, the manifest is written here, from what they said.
+When all nodes are through, the manifest is written here, from what they report.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class MemoryOfNodes:
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
         self._places = {node: Path(path) for node, path in paths.items() if path is not None}
+        # All or none: where one node has no room, every rank writes to the disk at once.
         if self._places.keys() == self._actors.keys():
             return True
         self.free()
@@ -100,10 +101,12 @@ class MemoryOfNodes:
         for node, reason in failed.items():
             logger.warning("node %s does not free its memory of a checkpoint: %s", self._names[node], reason)
         for node in [node for node in failed if not _has_answered(calls[node])]:
+            # Ray starts it again, so that the next checkpoint may wait there.
             _kill(self._actors[node], no_restart=False)
 
     def close(self) -> None:
         """Free everything, and end the actors."""
+        # The actors have ended with Ray, and their processes with them.
         if not ray.is_initialized():
             return
         self.free()
@@ -111,7 +114,7 @@ class MemoryOfNodes:
             _kill(actor, no_restart=True)
 
     def name_of(self, node: str) -> str:
-        """Of a node, for messages."""
+        """Return the name of a node, for messages."""
         return self._names[node]
 
     def note_written(self, files: Mapping[str, Mapping[str, Entry]]) -> None:
@@ -128,7 +131,7 @@ class MemoryOfNodes:
         return {node: ray_calls.submit(getattr(actor, method)) for node, actor in self._actors.items()}
 
     def _answers(self, calls: Mapping[str, ray.ObjectRef[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-        """By node, what calls return within a time, and why others do not."""
+        """Return by node what calls give within a time, and why the others give nothing."""
         ready, _ = ray_calls.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
         values, failed = {}, {}
         for node, call in calls.items():
@@ -157,7 +160,7 @@ class WriteOfNodes:
         self._files: dict[str, dict[str, Entry]] = {}
 
     def has_ended(self) -> bool:
-        """Whether all nodes are through, or one of them has failed."""
+        """Return whether all nodes are through, or one of them has failed."""
         ready, left = ray_calls.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
         return not left or any(_has_failed(call) for call in ready)
 
@@ -166,6 +169,7 @@ class WriteOfNodes:
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
+            # One at a time: the first node that fails ends the others.
             ready, _ = ray_calls.wait(
                 list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0)
             )
@@ -204,6 +208,7 @@ class WriteOfNodes:
             files |= entries
         write_manifest(self._target, files)
         fsync_directory(self._target)
+        # Each node has only seen its own files: here it shows whether all wrote to one directory.
         problems = verify(self._target, hashes=False)
         if problems:
             where = f"{self._target} is not seen here as the nodes have written it"
@@ -217,7 +222,7 @@ class WriteOfNodes:
 
 
 def reason_of(error: RayError, node: str) -> str:
-    """Why a call on a node failed, in one line."""
+    """Return why a call on a node failed, in one line."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     if lost_node_name(node) is not None:

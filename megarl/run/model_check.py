@@ -183,6 +183,7 @@ def _check_vocabulary(
             "the policy's tokenizer has "
             f"{max(known.values())}. Fix: {fix}"
         )
+    # A section has the policy's tokenizer by default, which says nothing of the tokens that its model knows.
     own = (
         section["tokenizer"]
         if section["tokenizer"] != policy["tokenizer"]
@@ -213,7 +214,7 @@ def _check_vocabulary(
 
 
 def _plain_file(path: Path) -> Architecture | None:
-    """What a ``config.json`` says, where it is plain; a file that cannot be read is refused by
+    """Read a ``config.json`` that is plain; None for any other. A file that cannot be read is refused by
     transformers."""
     try:
         return read_plain(read_json_object(path))
@@ -259,6 +260,7 @@ def _check(
         _check_for_torch(policy, config, source)
         return int(config.get_text_config().vocab_size)
     architecture = plain or _architecture_of(policy, read())
+    # For its refusals alone; the workers make their own settings.
     megatron_settings(architecture)
     if source is not None:
         # Whether tied weights are equal takes reading them; the worker that holds them compares.
@@ -267,7 +269,7 @@ def _check(
 
 
 def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
-    """The architecture as Megatron's workers read it; what a user should know of the config is said."""
+    """The architecture as Megatron's workers read it; what a user should know of the config is logged."""
     ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
     architecture = read_architecture(config, ignored)
     for note in config_notes(config, ignored):
@@ -278,8 +280,8 @@ def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
 def _runs_on_torch(
     policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None
 ) -> bool:
-    """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written
-    down here. What else there is has to be built to be judged."""
+    """Return whether a model certainly runs on the torch backends: one whose tensors and plan are written
+    down here. Any other model has to be built to be checked."""
     settings = policy.get("dtensor_cfg")
     own_plan = settings and settings["enabled"] and settings["custom_parallel_plan"] is not None
     if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
@@ -297,6 +299,7 @@ def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource 
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
     config = scoring_config(config)
+    # Names and shapes alone are read, for which any seed of a new head does.
     weights = None if source is None else scoring_source(HuggingFaceSource(source.directory), config, seed=0)
     if enabled_backend(policy) != "megatron":
         _check_for_torch(policy, config, weights)
@@ -309,7 +312,7 @@ def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource 
 
 
 def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> None:
-    """Return what the workers of the torch backends will refuse, on a model without memory."""
+    """Refuse what the workers of the torch backends would refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 
@@ -364,6 +367,7 @@ def check_tokens(
             f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, "
             f"{vocab_size}). Fix: {fix}"
         )
+    # Known without a look at the examples, which are gone through only to name one.
     if dataset.examples.largest_token(with_answers) < vocab_size:
         return
     for example in dataset.examples:

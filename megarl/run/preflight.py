@@ -160,8 +160,8 @@ def missing_sinks(config: RunConfig) -> Iterator[Violation]:
 
 
 def _can_be_imported(package: str) -> bool:
-    """Whether a package is there, from whatever distribution; a directory of its name (W&B makes one) is
-    none."""
+    """Return whether a package is there, from whatever distribution; a directory of its name (W&B makes one)
+    is none."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
@@ -228,7 +228,7 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for what the run
     leaves there."""
-    # what cannot be made, and what is on one file system, is said once
+    # what cannot be made, and what is on one file system, is reported once
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
     for key, (place, size) in _places_of_run(config).items():
         try:
@@ -251,6 +251,7 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
 def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
     """Return the directories of a run by their keys, each with the bytes that it leaves there in the end."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
+    # What is left of the run's disk without checkpoints is the export.
     exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
     places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
     if section["enabled"]:
@@ -309,6 +310,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
 def low_limits(config: RunConfig) -> Iterator[Violation]:
     """Yield limits on processes and open files under which a local Ray with the run's workers would not come
     up."""
+    # The hard limit, to which Ray raises the soft one when it starts.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         yield Violation(
@@ -329,6 +331,7 @@ def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # root is not held to it
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
+        # The kernel counts threads against this limit, not processes.
         used = sum(
             process.info["num_threads"] or 0
             for process in psutil.process_iter(["uids", "num_threads"])
@@ -363,6 +366,7 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
             name = at(section, key)
             if isinstance(name, str):
                 names.setdefault(name, f"{path}.{key}")
+    # All started before the first is waited for: the network is waited for once.
     looks = [_HubLook(key, name) for name, key in names.items() if _is_of_hub(name)]
     for look in looks:
         look.join(_LOOK_S)
@@ -387,10 +391,11 @@ def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
 
 
 def _is_of_hub(name: str) -> bool:
-    """Whether a name has to be asked for on the hub: it is no path, and its weights or at least its config
-    are not in the cache."""
+    """Return whether a name has to be looked up on the hub: it is no path, and its weights or at least its
+    config are not in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
+    # A model of the hub is MODEL or OWNER/MODEL.
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return False
     try:

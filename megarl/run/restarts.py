@@ -1,4 +1,4 @@
-"""Restarts within a launch: after workers were lost, all of them are built anew, and go on from the newest
+"""Restarts within a launch: after workers were lost, all of them are rebuilt, and go on from the newest
 whole checkpoint.
 
 What one worker held, the others cannot make up for: their collectives are broken, and their step is half
@@ -77,7 +77,7 @@ class Restarts:
                 or there were ``most``.
         """
         # places that the run has had, and that were there before
-        # it was built anew, are gone by the loss of a node
+        # it was rebuilt, are gone by the loss of a node
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
         lost = (
             isinstance(error, WorkerLostError)
@@ -115,7 +115,7 @@ def await_places(
     Args:
         check: raises ``ResourceInsufficientError`` where it has not.
         seconds: how long at most.
-        error: why the workers are built anew.
+        error: why the workers are rebuilt.
         wait: for some seconds.
 
     Raises:

@@ -133,6 +133,7 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
             f"{path} cannot be read: {error}. Fix: resume from another one"
         ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
+    # Redacted both: the stored one has its secrets hidden, and each would look changed.
     for key, (old, new) in check_changes(
         redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
     ).items():
@@ -184,7 +185,7 @@ class CheckpointWriter:
         run_config: kept beside every checkpoint.
         committed: told the step of every checkpoint from which another start would go on.
         before_commit: called when all of a checkpoint is written but its name.
-        most_failed: so many saves in a row that fail end the run.
+        most_failed: number of failed saves in a row that ends the run.
         estimated_bytes: what a checkpoint takes, where none is there yet.
         memory: checkpoints wait there while training goes on and another process writes them, at most one at
             a time; None: training waits.
@@ -218,7 +219,7 @@ class CheckpointWriter:
     metric_notes: set[str] = field(default_factory=set)
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint follows this step; one always follows the last."""
+        """Return whether a checkpoint follows this step; one always follows the last."""
         return step == last_step or step % self.save_period == 0
 
     def require_metric(self, metrics: Mapping[str, float]) -> None:
@@ -227,7 +228,7 @@ class CheckpointWriter:
 
         One that an earlier step had, or that is absent from a validation some answers of which could not be
         scored, is no wrong name: the checkpoint of such a step has no figure, and is the best one only where
-        none has. That is said once.
+        none has. That is logged once.
 
         Args:
             metrics: of a step that was taken, and of a validation: either tells of its own names alone.
@@ -270,8 +271,8 @@ class CheckpointWriter:
         )
 
     def _some_checkpoint_has_it(self) -> bool:
-        """Whether some checkpoint has the metric; also where the storage does not say, which is no reason to
-        end a run."""
+        """Return whether some checkpoint has the metric; True also where the storage does not say, which is
+        no reason to end a run."""
         try:
             return self.manager.has_metric()
         except StorageError as error:
@@ -308,6 +309,7 @@ class CheckpointWriter:
             CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
                 not.
         """
+        # One at a time: the memory that the earlier one waits in is needed again.
         self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         failure: CheckpointError | OSError | None = None
@@ -316,6 +318,7 @@ class CheckpointWriter:
         try:
             path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
             self.beside(begun)
+            # The last checkpoint is waited for in any case, and memory would be a detour.
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)
             if memory is None:
                 self._write_models(lambda role: begun)
@@ -325,6 +328,7 @@ class CheckpointWriter:
         except (CheckpointError, OSError) as error:
             failure = error
             self._discard(path)
+        # Outside of the try: what fails in the block is no failed checkpoint.
         yield
         if failure is not None or path is None:
             self._settled(step, failure, is_last)
@@ -345,6 +349,7 @@ class CheckpointWriter:
         if not self.uncommitted:
             return
         current, failure = self.uncommitted.pop(), None
+        # The samples of its steps have to be on the disk before anybody can resume from it.
         self.before_commit()
         try:
             if figures:
@@ -389,6 +394,7 @@ class CheckpointWriter:
         is removed: a run resumed from it would never log them."""
         if self.uncommitted:
             self._discard(self.uncommitted.pop().path)
+        # An interrupt ends the run at once; after an error there is time to finish the write.
         if self.in_flight and not (error is None or isinstance(error, Exception)):
             current = self.in_flight.pop()
             current.write.abort()
@@ -399,7 +405,7 @@ class CheckpointWriter:
         except CheckpointError as lost:
             logger.error("the checkpoint that was being written is lost: %s", lost)
         if self.memory is not None:
-            # of a save that was broken off before it was in flight
+            # of a save that was interrupted before it was in flight
             self.memory.free()
 
     def _settled(

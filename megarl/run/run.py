@@ -130,6 +130,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
             require_this_machine(config)
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_was(run_dir))
+        # Before anything is written there: another launch may be running.
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stack.enter_context(keeping_durations())
@@ -147,6 +148,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 if manager is not None
                 else ResumePoint()
             )
+        # Before the file of the earlier launch is overwritten: a refused launch leaves it as it is.
         report_changes(start, config)
         with _written("run_dir", run_dir):
             _write_config(run_dir, config)
@@ -155,6 +157,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
+        # Decided once: after a node is lost, auto could mean another device.
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
@@ -185,6 +188,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
                 restarts.workers_lost(error, start.step)
+            # A new one, at the checkpoint's position: the old one is ahead of it by the steps that were lost.
             sampler = _sampler(config, inputs.train, start)
 
 
@@ -280,12 +284,14 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             schedule.total_steps,
         )
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
+        # Closed before the models and engines, which its threads may still call.
         stack.callback(algorithm.close)
         if start.checkpoint is not None:
             algorithm.load(start.checkpoint)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
         writer = _writer(manager, models, turns, config, launch.attempt, samples, memory, algorithm.save)
         if writer is not None:
+            # Runs before the models and their memory are taken down, which are on the stack already.
             stack.push(writer.leave)
 
         # What there is by now stays to the end: a collection that looks through all of torch and
@@ -318,7 +324,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
 def _checkpoint_memory(
     launch: _Launch, manager: CheckpointManager, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory | None:
-    """Where checkpoints wait while training goes on; None where training waits for them."""
+    """Return the memory that checkpoints wait in while training goes on; None where training waits."""
     if not launch.config["checkpointing"]["async_save"]:
         return None
     if launch.make_policy is not start_policy:
@@ -331,8 +337,8 @@ def _with_decided_device(config: RunConfig) -> RunConfig:
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
-    """Where new workers go on: as the next launch would. A launch that was to start over finds none but its
-    own checkpoints."""
+    """Return the point from which new workers go on, that of the next launch. A launch that was to start over
+    finds none but its own checkpoints."""
     if manager is None or (resume == "never" and manager.get_latest_checkpoint_path() is None):
         return ResumePoint()
     return find_resume_point(manager, "auto")
@@ -346,6 +352,7 @@ def _open_checkpoints(
     if not section["enabled"]:
         return None
     directory = Path(section["checkpoint_dir"])
+    # Locked already where it is run_dir: a second lock would refuse this very process.
     if not (directory.is_dir() and directory.samefile(run_dir)):
         _lock(directory, "checkpointing.checkpoint_dir", stack)
     return CheckpointManager(section, lock=lock)
@@ -374,6 +381,7 @@ def _written(key: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # Some of megarl's errors are OSErrors as well, and say more than their number.
         if isinstance(error, MegarlError):
             raise
         why = os.strerror(error.errno) if error.errno else str(error)
@@ -501,6 +509,7 @@ def _generates(config: RunConfig, schedule: Schedule) -> bool:
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:
     """The sinks, with what was logged after the checkpoint taken back, console and timer."""
+    # -1 also drops row 0: the validation before the first step is made again.
     launch.sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(launch.config["algorithm"]).section()
     console = TrainingConsole(
@@ -518,8 +527,8 @@ def _open_samples(
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
 ) -> SampleLog | None:
-    """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep
-    none."""
+    """Open the log of samples, without those of steps that come again; None for a run that has none, or is to
+    keep none."""
     section = config["logger"]["samples"]
     if not section["enabled"] or not generates(config):
         return None
@@ -531,7 +540,7 @@ def _open_samples(
 
 
 def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
-    """What turns a step's seconds into rates: sizes of the model, devices and their peak."""
+    """Collect what turns a step's seconds into rates: sizes of the model, devices and their peak."""
     peaks, own = policy.peak_flops(), generation_shape(View(config))
     training, apart = len(peaks), 0 if own is None else own[0] * own[1]
     devices = Devices(training, apart or training, training + apart, sum(peaks) / training)

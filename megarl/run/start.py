@@ -78,6 +78,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         ClusterError: Ray does not start.
         DeadlineError: its start hangs.
     """
+    # Before anything imports torch: the library reads the variable only while it is loaded.
     _load_openmp()
     import ray
 
@@ -93,6 +94,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
         importing.start()
         try:
+            # Before the start, which may fail when some of Ray's processes run already.
             stack.callback(shutdown_ray)
             init_ray(timeout_s=timeout_s, silent_s=silent_seconds(least_s))
             _ray_start["seconds"] = time.monotonic() - begun
@@ -118,14 +120,14 @@ def _load_openmp() -> None:
 
 def _import_for_driver() -> None:
     for module in _DRIVER_IMPORTS:
-        # Whoever uses it meets the error again, where it can be told.
+        # Whoever uses it meets the error again, where it can be reported.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
 def uses_gpus(device: str, gpus: float) -> bool:
-    """Whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it takes
-    GPUs where Ray has some.
+    """Return whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it
+    takes GPUs where Ray has some.
 
     Args:
         device: ``cluster.device``.
@@ -205,6 +207,7 @@ def start_policy(
     from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.models.policy.lm_policy import Policy
 
+    # Modules that a configuration names by file: no worker can import them by name, so they travel by value.
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     if beside is None:
@@ -230,6 +233,7 @@ def start_policy(
             deadlines=PhaseDeadlines.of(config["deadlines"], name),
             check_collectives=config["debug"]["collectives"],
         )
+    # The stack calls it before the cluster's shutdown, which would take the workers' places away.
     stack.callback(policy.shutdown)
     return policy
 
@@ -248,8 +252,8 @@ def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
 
 
 def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
-    """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and
-    counts once: not again where workers are built anew, nor for a second model."""
+    """Return the seconds that building the workers may take; a resumed run reads a checkpoint besides. Ray is
+    started once, and counts once: not again where workers are rebuilt, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
     return max(deadlines["init_s"] - starting, 1.0) + reading
@@ -274,6 +278,7 @@ def start_models(
     built = make_policy(config, tokenizer, start, stack, actor)
     models = {actor: built}
     for role in others:
+        # The next model loads its weights on the same devices.
         built.offload_after_refit()
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
     if others:
@@ -284,8 +289,8 @@ def start_models(
 def checkpoint_memory(
     checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory:
-    """Where checkpoints wait that are written while training goes on: the shared memory of this node, or of
-    each node that ranks are on.
+    """Return the memory in which checkpoints wait while training goes on: that of this node, or of each node
+    that ranks are on.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
@@ -297,6 +302,7 @@ def checkpoint_memory(
     nodes = {
         role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None
     }
+    # Ranks on the driver's node alone need no actor to hold their memory.
     if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
         return OwnMemory(checkpoint_dir)
     from megarl.run.memory_of_nodes import MemoryOfNodes
@@ -317,6 +323,7 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
     return RayVirtualCluster(
         [ranks] * nodes,
         use_gpus=uses_gpus(section["device"], ray_calls.cluster_resources().get("GPU", 0)),
+        # A share of each GPU for every model, and one for engines on the same devices.
         max_colocated_worker_groups=models + shares_devices,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),

@@ -82,8 +82,8 @@ def this_attempt() -> Attempt:
 
 
 class StopRequest:
-    """Whether somebody wants the run to stop. The loop asks between steps; a signal outside of the loop ends
-    the run at once."""
+    """Requests to stop the run, by whoever makes one. The loop asks between steps; a signal outside of the
+    loop ends the run at once."""
 
     def __init__(
         self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None
@@ -112,7 +112,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that stopped because of it and was saved."""
+        """Return the exit code of a run that stopped because of it and was saved."""
         return INTERRUPTED if self._signal is signal.SIGINT else STOPPED
 
     @contextmanager
@@ -127,8 +127,8 @@ class StopRequest:
 
     @contextmanager
     def keeping_exit_code(self) -> Iterator[None]:
-        """What ends the block at once leaves it with the exit code that is meant. Inside a call of Ray it is
-        1, whatever was raised."""
+        """Give whatever ends the block at once the exit code that is meant. Inside a call of Ray it is 1,
+        whatever was raised."""
         try:
             yield
         except SystemExit as error:
@@ -211,6 +211,7 @@ def listening_for_stop(
     thread than the main one, signals are not heard; and not those that this process was started to ignore, as
     by ``nohup``.
     """
+    # Not the attempt's file: a launcher may have asked before this process was up.
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
     request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s, time_left)
@@ -230,7 +231,7 @@ def listening_for_stop(
 
 def _say(text: str) -> None:
     """A line on standard error, past buffers and locks that the interrupted code may be holding. Whoever read
-    it may be gone already: then nothing is said, as an error in the handler of a signal would end the step
+    it may be gone already: then nothing is written, as an error in the handler of a signal would end the step
     that the run is to finish."""
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {text}\n".encode())

@@ -39,7 +39,7 @@ class TimeLeft:
         self._saves: deque[float] = deque(maxlen=_WINDOW)
 
     def took(self, step_s: float | None = None, save_s: float | None = None) -> None:
-        """A step with all that belongs to it, or a save, has taken so many seconds."""
+        """Note the seconds of a step with all that belongs to it, or of a save."""
         for measured, seconds in ((self._steps, step_s), (self._saves, save_s)):
             if seconds is not None:
                 measured.append(seconds)
@@ -54,6 +54,7 @@ class TimeLeft:
     @property
     def reason(self) -> str | None:
         """Return why no other step may begin; None while one fits."""
+        # By the wall clock, as limits of jobs are; a monotonic clock knows no time of day.
         left = self._end - self._clock()
         if left >= self.needed_s:
             return None

@@ -10,45 +10,11 @@ import pytest
 from tests import prose
 from tests.prose import Figures, figures, python_files, split_name
 
-REWRITTEN = (
-    *(
-        f"megarl/{name}"
-        for name in (
-            "checkpoint",
-            "config",
-            "distributed",
-            "data",
-            "doctor",
-            "library",
-            "models",
-            "observe",
-            "parity",
-            "quickstart",
-        )
-    ),
-    *(
-        f"megarl/{name}"
-        for name in (
-            "throughput",
-            "watch",
-            "weight_sync",
-            "env.py",
-            "errors.py",
-            "import_path.py",
-            "redaction.py",
-        )
-    ),
-    "converters",
-    "benchmarks",
-)
-"""Packages whose docstrings all keep the rules."""
-
-# What is reached over all packages. A bound may only be set nearer to the aim: 3 % of docstrings, 5 % of
-# lines of code, 18 a 1,000 lines.
-MOST_QUESTIONS, MOST_SPLIT_NAMES = 27, 0
-LEAST_COMMENTS = 0.0396
+# What is reached over all packages. A bound may only be set nearer to the aim: 5 % of lines of code,
+# 18 a 1,000 lines.
+LEAST_COMMENTS = 0.045
 MOST_COMPREHENSIONS = 29
-MOST_WORDS = 427
+MOST_WORDS = 410
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +22,9 @@ def everything() -> Figures:
     return figures(python_files("megarl", "converters", "benchmarks"))
 
 
-def test_rewritten_packages_keep_every_rule_of_docstrings() -> None:
-    found = figures(python_files(*REWRITTEN))
-    assert found.docstrings > 2000
-    assert found.questions == [] and found.split_names == []
-
-
 def test_the_whole_tree_goes_towards_the_aims(everything: Figures) -> None:
-    assert len(everything.questions) <= MOST_QUESTIONS, everything.questions
-    assert len(everything.split_names) <= MOST_SPLIT_NAMES, everything.split_names
+    assert everything.docstrings > 6000
+    assert everything.questions == [] and everything.split_names == []
     assert everything.comments >= LEAST_COMMENTS * everything.code
     assert 1000 * everything.comprehensions <= MOST_COMPREHENSIONS * everything.lines
     assert everything.wide_text == [], f"docstrings and comments have at most {prose.WIDTH} columns"

@@ -99,6 +99,7 @@ def check(
     # what a section has from the policy is reported there alone
     known = [(violation.key, violation.value, violation.bound) for violation in found]
     for path, section in model_sections(config).items():
+        # Its shape is reported already.
         if not isinstance(at(config, path), Mapping):
             continue
         of_model = (facts_of_models or {}).get(path)

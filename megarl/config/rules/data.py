@@ -174,6 +174,7 @@ def environments_are_there(view: View) -> Iterator[Violation]:
     """The environment that a source names is a section of the run's environments."""
     env = view.get("env")
     names = (
+        # `options` is a section too: the keys of a single environment of the user's own.
         [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"]
         if isinstance(env, Mapping)
         else []
@@ -213,6 +214,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
                 )
                 continue
             for key in SAMPLING_KEYS:
+                # Absent is not null: an absent key follows that of the run.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
                     bound = f"{first} is of the same set, {name}, and says {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"

@@ -51,6 +51,7 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
     backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
     given = view.get(key, {})
     try:
+        # `engine_is_known` reports what this raises.
         kind = kind_of(view[GENERATION])
     except ConfigError:
         return
@@ -121,6 +122,7 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
     longest, prompt, answer = view[LONGEST], view[PROMPT], view[NEW_TOKENS]
     if prompt + answer > longest:
         bound = f"it must hold {PROMPT} = {prompt} and {NEW_TOKENS} = {answer}"
+        # For where the prompt, or the answer, fills a sequence by itself.
         halves = {PROMPT: longest // 2, NEW_TOKENS: longest - longest // 2}
         shorter = ({NEW_TOKENS: longest - prompt}, {PROMPT: longest - answer}, halves)
         candidates = ({LONGEST: prompt + answer}, *(each for each in shorter if min(each.values()) >= 1))

@@ -21,6 +21,7 @@ _DIVERGENCE = defaults(
     "kl_input_clamp_value",
     "kl_output_clamp_value",
 )
+# None next to False in a condition: a loss made in a program may lack the key, which is off then.
 _ROWS = (
     Row(
         "ratios",
@@ -328,6 +329,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
         yield Violation(
             key, True, f"{old}, and this takes the policy for the one that gave them", "write false"
         )
+    # With that pass the clipped ratio is to the newest weights: only the importance weight knows of the age.
     if view[f"{section}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
@@ -341,6 +343,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
             yield Violation(key, None, bound, "write tis, with truncated_importance_sampling_ratio: 2.0")
         return
     key = "loss_fn.ratio_clip_c"
+    # CISPO bounds its weights whatever the advantage.
     if view[key] is None and not view["loss_fn.use_cispo"]:
         bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
         yield Violation(key, None, bound, f"write 3.0, or {section}.recompute_logprobs: true")

@@ -32,6 +32,7 @@ def with_model_as_policy(
     policy: those of the cluster that generation has left."""
     cluster = config.get("cluster")
     try:
+        # Where this does not apply, the policy's own rules say why.
         nodes, ranks = training_shape(View(config, faulty))
         cluster = {**config["cluster"], "gpus_per_node": ranks, "num_nodes": nodes, "for_training": True}
     except NotApplicableError:
@@ -58,6 +59,7 @@ def model_view(
     """
     seen = {**with_model_as_policy(config, path, faulty), _WANTED: section.scores}
     if not section.is_trained:
+        # So the rules that ask for an algorithm do not apply.
         seen.pop("algorithm", None)
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)

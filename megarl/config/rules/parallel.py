@@ -104,6 +104,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     bound = (
         f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     )
+    # The fewest nodes that together hold whole copies of the model.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f"; {whole_copy} nodes of {ranks} ranks are the fewest"
@@ -250,6 +251,7 @@ def widths_divide(view: View) -> Iterator[Violation]:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
         widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
+    # Of the common divisor: what suits one width alone breaks the rule of the next.
     candidates = each_of(key, divisors_near(math.gcd(*widths.values()), tensor))
     for name, width in widths.items():
         if width % tensor:
@@ -326,6 +328,7 @@ def experts_divide(view: View) -> Iterator[Violation]:
         candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
         bound = f"it must divide the model's {view.facts.num_experts} experts"
         yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
+    # Megatron-Core's MoELayer refuses to train otherwise.
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")

@@ -144,6 +144,7 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
+    # NeMo-RL's names have a colon, `val:accuracy`; what follows it is proposed with the prefix of here.
     if not name.startswith(("train/", "validation/", "val_")):
         bare = re.split(r"[/:]", name)[-1]
         prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
@@ -212,6 +213,7 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     if not callable(found):
         return f"it is {found!r:.60}, and a class is wanted"
     try:
+        # A copy, which the user's class may change.
         made = found(copy.deepcopy(dict(section)))
     # a user's code may fail in any way, and end itself
     except (Exception, SystemExit) as error:
@@ -349,6 +351,7 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         )
 
 
+# Products of decimal fractions are whole only up to rounding.
 _ROUNDING = 1e-9
 
 
@@ -527,6 +530,8 @@ def _fault_of_sink(kind: Any) -> str | None:
     abstract = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing or abstract:
         return f"it lacks {', '.join([*missing, *abstract])}"
+    # No sink can be made before there is a run: methods are looked at on the class, with a stand-in for
+    # `self`.
     calls = {"write": ("self", "row"), "truncate_after": ("self", "step"), "close": ("self",)}
     for name, arguments in {kind.__name__: ("log_dir", "run_config"), **calls}.items():
         try:
@@ -636,6 +641,7 @@ def _samples_of_step(view: View) -> tuple[int, int, int]:
     size = view[GLOBAL]
     prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
     generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
+    # Others are out of range, which is reported elsewhere; here they would be divided by.
     view.require(min(prompts, generations, size) >= 1)
     return prompts, generations, size
 
@@ -685,6 +691,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
             global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key))
         )
         return
+    # With a budget of tokens the lengths of the rows decide what is in a micro-batch.
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
         bound = (
@@ -705,6 +712,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     step; also with other numbers of prompts."""
     size = view[global_key]
     try:
+        # Ranks that do not divide are another rule's: then any size will do.
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
@@ -721,6 +729,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     )
     batches = max(samples // size, 1)
     for unit in units:
+        # The answers to this number of prompts, or a multiple of it, are whole units.
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
             yield {
@@ -755,6 +764,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
         for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
+                # A value of the wrong type reads as None too, and is reported already.
                 if not view.written(key):
                     yield Violation(
                         key,

@@ -50,6 +50,7 @@ class Row:
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
+            # An absent key has no value that could be wrong.
             value = view.get(key, first)
             if value not in _several(values):
                 words = {
@@ -599,6 +600,7 @@ ROWS_OF_RUNS = (
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
+    # groupby joins neighbours alone: rows of one rule have to stand next to each other.
     for name, rows in groupby(table, lambda row: row.rule):
         yield _rule(name, [row.violations for row in rows])
 
@@ -607,6 +609,7 @@ def _rule(name: str, rows: list[Rule]) -> Rule:
     def rule(view: View) -> Iterator[Violation]:
         return apply_rules(rows, view)
 
+    # Tests find a rule by the name of its function.
     rule.__name__ = name
     return rule
 
