@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron import core
 from megatron.core.distributed import DistributedDataParallel, distributed_data_parallel
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
@@ -32,6 +31,7 @@ from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.config.backend import absent_hybrid_model, scores
 from megarl.config.policy import PolicyConfig
+from megarl.env import installed_version
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import round_up
@@ -122,12 +122,12 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
                 Violation(
                     _MODEL_CLASS,
                     chosen,
-                    f"Megatron-Core {core.__version__} has no GPTModel",
+                    f"Megatron-Core {installed_version('megatron-core')} has no GPTModel",
                     "write hybrid or null",
                 )
             ]
         )
-    absent = absent_hybrid_model(_MODEL_CLASS, core.__version__)
+    absent = absent_hybrid_model(_MODEL_CLASS, installed_version("megatron-core") or "0")
     if absent is not None:
         raise ConfigError([absent])
     # is built on modules that Megatron-Core 0.16 lacks
