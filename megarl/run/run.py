@@ -96,6 +96,8 @@ NOT_SAVED = 1
 _FROZEN_BY_PYTHON = 10_000
 """Objects; Python 3.12 has frozen some hundred at its start, and the imports of a run make some hundred
 thousand."""
+_OBJECTS_A_COLLECTION = 50_000
+"""New objects that hold others, between two looks of the garbage collector."""
 
 
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
@@ -294,12 +296,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             # Runs before the models and their memory are taken down, which are on the stack already.
             stack.push(writer.leave)
 
-        # What there is by now stays to the end: a collection that looks through all of torch and
-        # transformers takes longer than a step of the driver. Who has frozen more than Python itself does,
-        # as a caller may, keeps that.
-        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
-            gc.freeze()
-            stack.callback(gc.unfreeze)
+        stack.enter_context(_seldom_collected())
         reporting.console.start(start.step)
         restarts.built = True
         stop = restarts.stop
@@ -319,6 +316,27 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         reporting.console.finish()
         restarts.outcome.text = FINISHED
     return 0
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Inside, the garbage collector seldom runs, and leaves out what there is already."""
+    # A step makes some hundred thousand objects, most of which are gone at its end without the collector;
+    # by Python's own threshold it looks for cycles among them hundreds of times.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(max(_OBJECTS_A_COLLECTION, thresholds[0]), *thresholds[1:])
+    # What there is by now stays to the end: a collection that looks through all of torch and transformers
+    # takes longer than a step of the driver. Who has frozen more than Python itself does, as a caller may,
+    # keeps that.
+    freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if freezes:
+            gc.unfreeze()
 
 
 def _checkpoint_memory(

@@ -344,13 +344,22 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, model: str, data: str)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_stays_is_frozen_for_the_garbage_collector(tmp_path: Path, model: str, data: str) -> None:
+def test_the_garbage_collector_seldom_runs_and_leaves_out_what_stays(
+    tmp_path: Path, model: str, data: str
+) -> None:
     """During the steps alone; what a caller has frozen, as the tests have, stays so."""
     counts: list[int] = []
-    before = gc.get_freeze_count()
-    maker = PolicyMaker(at_call=lambda call: counts.append(gc.get_freeze_count()))
+    thresholds: list[int] = []
+    before, own = gc.get_freeze_count(), gc.get_threshold()
+
+    def note(call: str) -> None:
+        counts.append(gc.get_freeze_count())
+        thresholds.append(gc.get_threshold()[0])
+
+    maker = PolicyMaker(at_call=note)
     assert before > 10_000 and run(make_config("sft", tmp_path / "kept", model, data), maker) == 0
     assert before >= max(counts) and gc.get_freeze_count() > before / 2
+    assert max(thresholds) >= 50_000 and gc.get_threshold() == own
     counts.clear()
     gc.unfreeze()
     try:
