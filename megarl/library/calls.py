@@ -158,8 +158,14 @@ def convert(
     words = ["convert", "export" if is_megatron else "import", str(path), os.fspath(target), "--json"]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
+        # Several numbers are one value of the command; of other lists each has its flag.
+        if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
+            value = ",".join(map(str, value))
         for each in value if isinstance(value, list | tuple) else [value]:
-            words += [option] if each is True else [] if each in (None, False) else [option, str(each)]
+            if each is True:
+                words.append(option)
+            elif each is not None and each is not False:
+                words += [option, str(each)]
     code, text = run_command(words, {}, shows=False)
     # standard error comes by the same pipe, before or behind the one object
     begins = f"\n{text}".find("\n{")

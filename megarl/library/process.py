@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import queue
@@ -76,7 +77,9 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
             interrupted = True
             child.send_signal(signal.SIGINT)
     code = child.wait()
-    child.stdin.close()
+    # What it did not read any more is still in the buffer, and goes by this too.
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.close()
     # What looked like an error was none.
     if code == 0 and error:
         last += error

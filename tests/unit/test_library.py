@@ -4,6 +4,7 @@ that a run is read as."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -248,6 +249,41 @@ def test_errors_of_the_command_become_errors_of_their_kinds() -> None:
     )
     assert type(error_of(4, "megarl: gone")) is WorkerLostError
     assert type(error_of(1, "")) is MegarlError and "ended with 1" in str(error_of(1, ""))
+
+
+def test_a_command_that_ends_before_it_reads_says_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    assert run_command(["train"], {}, shows=False) == (1, "")
+
+
+def test_options_of_a_conversion_are_those_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[list[str]] = []
+
+    def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
+        begun.append(words)
+        return 2, ""
+
+    monkeypatch.setattr(calls, "run_command", run)
+    options: list[dict[str, Any]] = [
+        {"eos_token_id": 0, "overwrite": True},
+        {"eos_token_id": [0, 1], "overwrite": False, "vocab_size": None},
+        {"ignore_setting": ["one", "other"]},
+    ]
+    for each in options:
+        with pytest.raises(ConfigError):
+            megarl.convert("model", "target", **each)
+    assert [words[4:] for words in begun] == [
+        ["--json", "--eos-token-id", "0", "--overwrite"],
+        ["--json", "--eos-token-id", "0,1"],
+        ["--json", "--ignore-setting", "one", "--ignore-setting", "other"],
+    ]
 
 
 def test_metrics_are_columns_with_a_value_for_each_step() -> None:
