@@ -296,7 +296,8 @@ class Sampled(Algorithm):
     def validated_beside(self) -> dict[str, float] | None:
         assert isinstance(self.ahead, SamplingAhead)
         self.ahead.validate = None
-        found = self.ahead.validated
+        # Taken, so that a stop before the next validation does not find the figures of this one again.
+        found, self.ahead.validated = self.ahead.validated, None
         return None if found is None else self._figures(found, self._validated_step)
 
     def take(self, step: int) -> Sampling:

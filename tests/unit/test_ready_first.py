@@ -64,6 +64,8 @@ class SlowStream:
         self.open: dict[int, tuple[Request, list[int]]] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
+        if self.fails_at == 0:
+            raise WorkerError("the engine died")
         self.open |= {number: (request, []) for number, request in requests.items()}
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
@@ -169,8 +171,12 @@ def test_a_request_that_no_engine_has_begun_has_the_weights_that_sample_it() -> 
         view.poll()
 
 
-def test_requests_outlive_their_engines() -> None:
-    streams = iter([SlowStream(random.Random(1), WIDTH, fails_at=3), SlowStream(random.Random(1), WIDTH)])
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_requests_outlive_their_engines(fails_at: int) -> None:
+    """Those that are lost as requests are handed in, too."""
+    streams = iter(
+        [SlowStream(random.Random(1), WIDTH, fails_at), SlowStream(random.Random(1), WIDTH)],
+    )
     shared = SharedStream(lambda: next(streams), WIDTH)
     view = shared.view()
     view.submit({0: Request(np.array([4, 4], np.int64))})

@@ -253,8 +253,9 @@ class SharedStream:
             while not self._pausing:
                 new = self._taken()
                 if new:
-                    self._stream.submit(new)
+                    # Before the call, which may raise: a pause then queues them again.
                     self._with_engines |= new.keys()
+                    self._stream.submit(new)
                 if self._with_engines:
                     begun = time.perf_counter()
                     # no longer, so that new requests are soon heard of
