@@ -482,6 +482,9 @@ def test_statements_that_compare_what_the_program_makes(statement: str, doubtful
         "def check(n):\n    check(n)\ncheck(1)\nassert f(1)",
         "assert pow(9, 10 ** 8) > f(1)",
         "assert (1).to_bytes(10 ** 9) != f(1)",
+        "x = 'a'\nfor _ in range(40):\n    x = x + x\nassert len(x) > f(1)",
+        "x = [0]\nfor _ in range(40):\n    x += x\nassert len(x) > f(1)",
+        "x = [0]\nfor _ in range(40):\n    x = [*x, *x]\nassert len(x) > f(1)",
     ],
 )
 def test_what_is_evaluated_outside_is_bounded(statement: str) -> None:

@@ -26,6 +26,7 @@ from megarl.rollout.programs.own_functions import (
     bounded,
     refuse_growth,
     refuse_large,
+    refuse_long,
 )
 
 # Nodes that one statement may evaluate.
@@ -296,6 +297,7 @@ class _Interpreter:
         for node in nodes:
             if isinstance(node, ast.Starred):
                 found += self._iterated(self._value(node.value))
+                refuse_long(found)
             else:
                 found.append(self._value(node))
         return found
@@ -361,7 +363,10 @@ class _Interpreter:
             )
         # a plain value beside an object of the program stays outside: it may be what is expected
         refuse_growth(kind, left, right)
-        return function(left, right)
+        value = function(left, right)
+        # x + x in a loop, of which each by itself is small.
+        refuse_long(value)
+        return value
 
     def _of_Compare(self, node: ast.Compare) -> Any:
         left, result = self._value(node.left), True

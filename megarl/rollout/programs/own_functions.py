@@ -134,6 +134,16 @@ def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
 
 
+def refuse_long(value: Any) -> None:
+    """Refuse what an operation has made long out of values that were not.
+
+    Raises:
+        MemoryError: it has more than a million items.
+    """
+    if _length(value) > _LARGEST:
+        raise MemoryError(f"a {type(value).__name__} of {_length(value)} items is too large")
+
+
 def refuse_large(name: str, arguments: Sequence[Any]) -> None:
     """Refuse to call a function whose result may be far larger than its arguments.
 
