@@ -281,7 +281,12 @@ def service() -> Iterator[str]:
             said = {"plain": b"as it is", "object": b'{"output": "found"}', "other": b'{"n": [1]}'}.get(
                 asked, b""
             )
+            if asked == "torn":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+                return
             self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(said)
 
@@ -305,6 +310,10 @@ def test_a_service_answers_refuses_or_is_gone(service: str) -> None:
     for status in ("429", "503"):
         with pytest.raises(EnvironmentLostError, match=status):
             post(service, 5.0, query=status)
+    with pytest.raises(EnvironmentLostError, match="redirects to /elsewhere"):
+        post(service, 5.0, query="302")
+    with pytest.raises(EnvironmentLostError, match="does not answer"):
+        post(service, 5.0, query="torn")
     with pytest.raises(EnvironmentLostError, match="does not answer"):
         post("http://127.0.0.1:9", 1.0, query="plain")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -11,6 +12,17 @@ from megarl.rollout.message_env import EnvironmentLostError
 
 _LARGEST_REPLY = 1 << 22
 _BUSY = frozenset({408, 429})
+_MOVED = frozenset({301, 302, 303, 307, 308})
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: urllib would ask again by GET, without the arguments of the call."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_Stays)
 
 
 def post(url: str, timeout_s: float, **arguments: Any) -> str:
@@ -25,13 +37,22 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
         url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            said = reply.read(_LARGEST_REPLY).decode("utf-8", "replace")
+        with _OPENER.open(request, timeout=timeout_s) as reply:
+            content = reply.read(_LARGEST_REPLY)
+            # a reply that is read up to a bound may end too early without an error
+            if reply.length and len(content) < _LARGEST_REPLY:
+                raise http.client.IncompleteRead(content, reply.length)
+            said = content.decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
+        if error.code in _MOVED:
+            raise EnvironmentLostError(
+                f"{url} redirects to {error.headers.get('Location')}. Fix: give that address as its url"
+            ) from error
         if error.code in _BUSY or error.code >= 500:
             raise EnvironmentLostError(f"{url} replied with status {error.code}") from error
         raise ValueError(f"the service refused the call (status {error.code})") from error
-    except OSError as error:
+    # the second kind: a connection that ends in the middle of the reply, or no HTTP
+    except (OSError, http.client.HTTPException) as error:
         raise EnvironmentLostError(f"{url} does not answer: {error}") from error
     try:
         found = json.loads(said)
