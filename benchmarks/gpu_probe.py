@@ -410,11 +410,9 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
 def _fingerprint(tensor: torch.Tensor) -> float:
     """Return a number that depends on every element and its place."""
     flat = tensor.flatten().double()
-    return float(
-        (
-            flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).remainder_(8191)
-        ).sum()
-    )
+    places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
+    # From 1 on: an element with the factor 0 would not count.
+    return float((flat * places.remainder_(8191).add_(1)).sum())
 
 
 def checkpoint(probe: Probe) -> Figures:
