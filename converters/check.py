@@ -20,6 +20,7 @@ from converters.mapping.rule import Rule
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import copies
+from converters.torch_dist.keys import is_of_optimizer
 
 if TYPE_CHECKING:
     from converters.mapping.logical import MegatronModel
@@ -244,7 +245,7 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
 
 
 # what trainers keep beside the parameters
-_IGNORED_KEYS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+_IGNORED_KEYS = ("rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
@@ -265,7 +266,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
             )
     left_out = []
     for key in model.checkpoint:
-        if key in asked or key.startswith(_IGNORED_KEYS):
+        if key in asked or is_of_optimizer(key) or key.startswith(_IGNORED_KEYS):
             continue
         if is_excused((key,), excused):
             left_out.append(key)
@@ -304,9 +305,7 @@ def check_plausible(
         ConversionError: there are too few tensors.
     """
     inside = [
-        shape
-        for name, shape in shapes.items()
-        if ".layers." in name and not name.startswith("optimizer.") and shape
+        shape for name, shape in shapes.items() if ".layers." in name and not is_of_optimizer(name) and shape
     ]
     count = len(shapes)
     layers = architecture.num_layers + architecture.prediction_layers

@@ -31,6 +31,7 @@ from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rule import HuggingFaceTensor
 from converters.mapping.rules import hf_tensors
 from converters.model_config.prediction_layers import as_stored
+from converters.torch_dist.keys import is_of_optimizer
 from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
@@ -315,7 +316,7 @@ def describe(opened: Opened) -> dict[str, Any]:
         facts["layers"] = "stacked" if opened.model.stacked else "indexed"
         if EMBEDDING in opened.model.checkpoint:
             facts["padded_vocabulary"] = opened.model.checkpoint.shape(EMBEDDING)[0]
-        facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
+        facts |= {"optimizer_state": any(map(is_of_optimizer, opened.model.checkpoint))}
     if opened.manifest is not None:
         facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
     return facts | {"architecture": asdict(architecture)}

@@ -30,7 +30,7 @@ from converters.mapping.layouts import runs_of
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, is_expert
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.keys import StoredPlace, stored_place
+from converters.torch_dist.keys import StoredPlace, is_of_optimizer, stored_place
 from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import TorchDistCheckpoint
 
@@ -296,11 +296,7 @@ class MegatronAdapter:
         self.directory = find_checkpoint(directory)
         checkpoint = TorchDistCheckpoint(self.directory)
         # Optimizer state has the parameters' keys behind these prefixes; it is no part of the adapter.
-        found = {
-            key
-            for key in checkpoint
-            if _ADAPTER.fullmatch(key) and not key.startswith(("optimizer.", "chained_"))
-        }
+        found = {key for key in checkpoint if _ADAPTER.fullmatch(key) and not is_of_optimizer(key)}
         if not found:
             raise ConversionError(
                 f"{self.directory} holds no adapters", "give a PEFT adapter, or a checkpoint of LoRA training"
@@ -492,7 +488,9 @@ class MegatronAdapter:
         others = [
             key
             for key in checkpoint
-            if key not in found and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+            if key not in found
+            and not is_of_optimizer(key)
+            and not key.startswith(("rng_state", "rerun_state"))
         ]
         unknown = [key for key in others if key not in base and "opt_param_scheduler" not in key]
         if unknown:

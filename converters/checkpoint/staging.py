@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from converters.checkpoint.manifest import changed
 from converters.errors import ChangedSourceError, ConversionError
-from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, rename_surely
+from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, rename_surely, whole_file
 
 _JOURNAL = ".journal.jsonl"
 _PART_JOURNAL = ".journal-{}-of-{}.jsonl"
@@ -266,7 +266,12 @@ class Staging:
         if records and records[0].get("plan") == plan:
             # without the torn line that may be at the end; a part that begins again is not done
             records = [record for record in records if record != _DONE]
-            path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            # Whole or not at all: a kill while it is written would lose what all of the work so far is
+            # known by. What an earlier kill left of it would go into the target.
+            for torn in self.directory.glob(f".{path.name}.*.tmp"):
+                torn.unlink()
+            with whole_file(path) as file:
+                file.write("".join(json.dumps(record) + "\n" for record in records).encode())
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
@@ -315,8 +320,10 @@ def _lock(path: Path, *, waits: bool = False) -> IO[str]:
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
+            # Another one that had it may have removed it, now or in the middle of this look.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
         except BaseException:
             file.close()
             raise

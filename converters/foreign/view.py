@@ -21,6 +21,7 @@ from torch import Tensor
 from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
 from converters.mapping.rule import PORTABLE_NORMS
+from converters.torch_dist.keys import is_of_optimizer
 from converters.torch_dist.reader import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -197,7 +198,7 @@ def refuse_adapters(tensors: StoredTensors) -> None:
     Raises:
         ConversionError: there are adapters.
     """
-    found = [key for key in tensors if _ADAPTER.search(key) and not key.startswith("optimizer.")]
+    found = [key for key in tensors if _ADAPTER.search(key) and not is_of_optimizer(key)]
     if found:
         raise ConversionError(
             f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first "

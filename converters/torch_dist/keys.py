@@ -21,6 +21,14 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(0|[1-9]\d*)\.(.+)")
 _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.", "vision_model.")
 
 
+def is_of_optimizer(key: str) -> bool:
+    """Return whether a key is one of optimizer state.
+
+    Where there are several optimizers, as of experts and of the rest, Megatron-Core's own names are
+    ``chained_N.optimizer.*``."""
+    return key.startswith(("optimizer.", "chained_"))
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
     """Position of a parameter in a checkpoint.

@@ -234,6 +234,7 @@ def test_an_interrupted_run_goes_on(
         data[-40 if direction == "import" else first_byte(data, records[0]["tensor"])] ^= 1
         file.write_bytes(data)
     (partial / ".journal.jsonl").open("a").write('{"torn')
+    (partial / "..journal.jsonl.0123abcd.tmp").write_text("torn too, as its beginning was written")
     outcome = run(tmp_path / "target")
     assert contents(tmp_path / "target") == contents(tmp_path / "expected")
     assert not partial.exists() and (outcome.resumed > 0) == (len(records) > 1)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from converters.opening import OpeningOptions, inspect_path
 from tests.tiers import sampled
 from tests.unit.foreign_checkpoints import (
     arguments_for,
@@ -35,14 +36,14 @@ def test_master_weights_are_exported(prefix: str, beside: bool, tmp_path: Path) 
     are it in bfloat16."""
     exact = tensors_of("qwen3_moe", tmp_path)
     rounded = {key: tensor.bfloat16() for key, tensor in exact.items()}
-    master = {
-        f"{'chained_1.' if 'experts' in key else ''}{prefix}{key}": tensor for key, tensor in exact.items()
-    }
+    master = {f"chained_{int('experts' in key)}.{prefix}{key}": tensor for key, tensor in exact.items()}
     source = write_checkpoint(
         tmp_path / "run" / "weights", rounded if beside else rounded | master, arguments_for("qwen3_moe")
     )
     if beside:
         write_checkpoint(tmp_path / "run" / "optimizer", master)
+    _, facts, _ = inspect_path(source, OpeningOptions(eos_token_ids=(2,)))
+    assert facts["optimizer_state"] is not beside
     flags = ("--eos-token-id", "2")
     assert_exported(source, tmp_path / "own", tmp_path / "hf", *flags, dtype=torch.bfloat16)
     assert_exported(source, tmp_path / "exact", tmp_path / "hf", *flags, "--source-weights", "master")
