@@ -14,10 +14,11 @@ from torch import Tensor
 from megarl.algorithms.advantages import PART
 from megarl.config.nested import at
 from megarl.config.sections import SamplesConfig
+from megarl.distributed.token_rows import TokenRows
 from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.samples import row_mismatch
-from megarl.rollout.texts import is_harmony
+from megarl.rollout.texts import decode_with_special_tokens, is_harmony
 from megarl.rollout.trajectory import TOKEN_VERSIONS
 
 if TYPE_CHECKING:
@@ -151,19 +152,20 @@ class SampleLog:
 
     def _turns(self, samples: Mapping[str, Any], row: int, segment: int) -> list[dict[str, Any]]:
         start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
-        ids, sampled = samples["input_ids"][row, start:end], samples["token_mask"][row, start:end] != 0
-        borders = [0, *((sampled[1:] != sampled[:-1]).nonzero().squeeze(1) + 1).tolist(), len(ids)]
         opening = int(samples["opening"][row]) if segment > 1 else 0
-        text = self._decoded(samples["input_ids"][row, start - opening : start])
-        turns: list[dict[str, Any]] = (
-            [{"role": "environment", "text": text, "segment": segment}] if opening else []
-        )
-        # where an observation has no tokens, two responses are one piece here, with both rewards
+        ids = samples["input_ids"][row, start - opening : end].numpy()
+        sampled = samples["token_mask"][row, start:end].numpy() != 0
         rewards = samples["token_rewards"][row, start:end]
-        for first, last in pairwise(borders):
-            if first == last:
-                continue
-            text = self._decoded(ids[first:last])
+        # where an observation has no tokens, two responses are one piece here, with both rewards
+        changes = (np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist()
+        pieces = [(first, last) for first, last in pairwise([0, *changes, len(sampled)]) if first < last]
+        # All of them in one call, which takes longer than what it decodes.
+        parts = [ids[:opening], *(ids[opening + first : opening + last] for first, last in pieces)]
+        opened, *texts = decode_with_special_tokens(self.tokenizer, TokenRows.of_arrays(parts))
+        turns: list[dict[str, Any]] = (
+            [{"role": "environment", "text": opened, "segment": segment}] if opening else []
+        )
+        for (first, last), text in zip(pieces, texts, strict=True):
             if not sampled[first]:
                 turns.append({"role": "environment", "text": text})
                 continue

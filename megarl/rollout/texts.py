@@ -79,7 +79,12 @@ def _final_message(
 
 def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
     """Return the texts of rows of tokens, special tokens among them."""
-    texts: list[str] = tokenizer.batch_decode(list(rows), skip_special_tokens=False)
+    decode = (
+        tokenizer.backend_tokenizer.decode_batch
+        if _decodes_as_its_backend(tokenizer)
+        else tokenizer.batch_decode
+    )
+    texts: list[str] = decode(list(rows), skip_special_tokens=False)
     return texts
 
 

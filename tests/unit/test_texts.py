@@ -155,9 +155,10 @@ def test_texts_are_those_of_batch_decode(tokenizers: dict[str, Any], name: str, 
             list(range(len(tokenizer))),
             list(range(len(tokenizer)))[::-1],
         ]  # more than the table of bytes has entries
-    assert decode_rows(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(
-        rows, skip_special_tokens=True
-    )
+    for decode, skips in ((decode_rows, True), (decode_with_special_tokens, False)):
+        assert decode(tokenizer, TokenRows.of(rows)) == tokenizer.batch_decode(
+            rows, skip_special_tokens=skips
+        )
 
 
 def test_large_batches_of_byte_level_tokens_take_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
