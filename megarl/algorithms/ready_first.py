@@ -4,6 +4,10 @@ Engines go on sampling while the policy trains, and over refits: a response that
 the new weights. Which groups make the batch of a step so depends on who was faster. The ledger of a run has
 the batches as they were trained on, and a run that reads them (``Replay``) repeats its training bit for bit
 without any engine.
+
+A validation of the weights of a step goes on during the next one. Engines answer it first, and sample only
+behind it: groups that go on over a refit would otherwise have to wait for its end, or it for theirs. The next
+step trains on groups that are complete by then, and waits where these are too few.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
 from megarl.algorithms.ahead import with_new_engines
 from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batch, save_batch, save_batches
+from megarl.distributed.deadlines import validating
 from megarl.errors import MegarlError, UnusableCheckpointError
-from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, PhaseTimer
+from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, VALIDATION_BESIDE, PhaseTimer
 
 if TYPE_CHECKING:
-    from megarl.algorithms.refit import Refit
+    from megarl.algorithms.ahead import HeldEngines, Validated
     from megarl.data.datasets import Dataset
     from megarl.data.sampler import Sampler
     from megarl.models.generation.shared_stream import SharedStream
@@ -83,11 +90,15 @@ class ReadyFirst:
             the weights; called in a thread a group.
         join: groups as one batch.
         shared: requests of all groups.
-        refit: brings engines the policy's weights.
+        engines: that get the policy's weights.
         sampler: the order of the data.
         last_step: of the run, behind which nothing is sampled; None where it is not known.
         timer: of the step.
+        own_timer: gets the phases of a validation.
         ledger: where batches are written before they are trained on.
+
+    Attributes:
+        validate, validated: as of ``SamplingAhead``.
     """
 
     def __init__(
@@ -96,26 +107,26 @@ class ReadyFirst:
         collect: Callable[[int, int, int, PhaseTimer], Rollouts],
         join: Callable[[list[Rollouts]], Rollouts],
         shared: SharedStream,
-        refit: Refit,
+        engines: HeldEngines,
         sampler: Sampler,
         last_step: int | None,
         timer: PhaseTimer,
+        own_timer: PhaseTimer,
         ledger: Ledger,
     ) -> None:
         self._order, self._collect, self._join, self._shared = order, collect, join, shared
-        self._refit, self._sampler, self._last, self._timer, self._ledger = (
-            refit,
-            sampler,
-            last_step,
-            timer,
-            ledger,
-        )
+        self._engines, self._sampler, self._last, self._ledger = engines, sampler, last_step, ledger
+        self._timer, self._own_timer = timer, own_timer
+        self._thread = ThreadPoolExecutor(1, "validation")
+        self._coming: Future[Validated] | None = None
+        self.validate: Callable[[], Validated] | None = None
+        self.validated: Validated | None = None
         self._changed = threading.Condition()
         self._groups: dict[int, _Group] = {}
         self._arrived: list[int] = []
         self._failure: BaseException | None = None
         self._begun_again: list[_Group] = []
-        self._settled_at = time.perf_counter()
+        self._settled_at, self._validation_s = time.perf_counter(), 0.0
         self.metrics: Mapping[str, float] = {}
 
     def take(self, step: int) -> Sampling:
@@ -125,7 +136,8 @@ class ReadyFirst:
             MegarlError: an environment failed, or engines that could not be replaced.
         """
         version = step - 1
-        self._go_on(version)
+        validate, self.validate, self.validated = self.validate, None, None
+        self._go_on(version, validate)
         for group in self._begun_again:
             # sampled from the start, with the weights of now
             group.version = version
@@ -157,18 +169,24 @@ class ReadyFirst:
         Raises:
             MegarlError: an environment failed, or engines that could not be replaced.
         """
+        if self._coming is not None:
+            future, self._coming = self._coming, None
+            with nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT):
+                self.validated = future.result()
         try:
             self._shared.pause()
         except MegarlError as error:
             # the next step goes on with new ones and the newest weights
-            self._refit.replace_lost_engines(error)
+            self._engines.replace_lost_engines(error)
         busy, now = self._shared.take_busy_seconds(), time.perf_counter()
-        idle, self._settled_at = max(now - self._settled_at - busy, 0.0), now
-        self._timer.merge(PhaseTimer(), {GENERATION: busy, ENGINE_IDLE: idle})
+        idle = now - self._settled_at - busy - self._validation_s
+        self._settled_at, self._validation_s = now, 0.0
+        self._timer.merge(self._own_timer, {GENERATION: busy, ENGINE_IDLE: max(idle, 0.0)})
         self._raise_failure()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more. A validation ends when its engines do."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._shared.close()
 
     def save(self, directory: Path) -> None:
@@ -207,16 +225,40 @@ class ReadyFirst:
             self._arrived.append(ordinal)
         self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in groups["running"]]
 
-    def _go_on(self, version: int) -> None:
-        """Bring engines the newest weights and have them go on; lost ones are replaced."""
+    def _go_on(self, version: int, validate: Callable[[], Validated] | None = None) -> None:
+        """Bring engines the newest weights and have them go on, behind a validation where there is one; lost
+        ones are replaced."""
 
         def go_on() -> None:
             with self._timer.phase("refit"):
-                self._refit.bring_up_to_date()
-            self._shared.resume(version)
+                self._engines.bring_up_to_date()
+            if validate is None:
+                self._shared.resume(version)
 
         # engines that are lost before they go on are replaced and refitted too
-        with_new_engines(self._refit, go_on)
+        with_new_engines(self._engines, go_on)
+        if validate is not None:
+            self._engines.held = True
+            self._coming = self._thread.submit(self._validated_first, validate, version)
+
+    def _validated_first(self, validate: Callable[[], Validated], version: int) -> Validated:
+        """Validate with the weights that engines have, and have them go on."""
+        begun = time.perf_counter()
+        try:
+            try:
+                with validating(), self._own_timer.phase(VALIDATION_BESIDE):
+                    found = validate()
+            finally:
+                self._validation_s = time.perf_counter() - begun
+                self._engines.held = False
+            self._shared.resume(version)
+        except BaseException as error:
+            # The step waits for groups that nobody samples, and for this only at its end.
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            raise
+        return found
 
     def _fill(self, step: int, version: int) -> None:
         """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those
@@ -306,7 +348,7 @@ class ReadyFirst:
         try:
             self._shared.pause()
         except MegarlError as error:
-            self._refit.replace_lost_engines(error)
+            self._engines.replace_lost_engines(error)
         self._go_on(version)
 
     def _raise_failure(self) -> None:

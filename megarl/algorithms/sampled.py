@@ -183,32 +183,30 @@ class Sampled(Algorithm):
         asynchrony: AsyncConfig | None = (
             at(self.config, "async_grpo") if at(self.config, "async_grpo.enabled") else None
         )
-        if (
-            asynchrony is not None
-            and asynchrony["schedule"] == "in_order"
-            and asynchrony["max_trajectory_age_steps"]
-        ):
-            assert parts.refit is not None, "a rule wants engines apart"
+        if asynchrony is not None and parts.refit is not None and asynchrony["max_trajectory_age_steps"]:
             engine = held = HeldEngines(parts.refit)
-            # A timer serves one thread, and sampling has its own.
+            # A timer serves one thread, and what goes on during training has its own.
             timer = PhaseTimer()
-            lag = asynchrony["max_trajectory_age_steps"]
-            self.ahead = SamplingAhead(
-                self._sample_step, lag, parts.last_step, held, self.waiting, parts.timer, timer
-            )
+            if asynchrony["schedule"] == "in_order":
+                lag = asynchrony["max_trajectory_age_steps"]
+                self.ahead = SamplingAhead(
+                    self._sample_step, lag, parts.last_step, held, self.waiting, parts.timer, timer
+                )
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
             # groups are scored in threads of their own, while a validation may run
             self.collector = replace(self.collector, judging=threading.Lock())
-            self.ahead = self._ready_first(asynchrony, parts)
+            self.ahead = self._ready_first(asynchrony, parts, engine, timer)
         self.scorer: ScoredAhead | None = None
         parts_of_step: int = at(self.config, "logprob_parts") or 1
         if parts_of_step > 1 and self.needs_previous_logprobs:
             self.scorer = ScoredAhead(self.policy, parts_of_step, parts.tokenizer.pad_token_id, parts.timer)
         self._sampling_collector = replace(self.collector, timer=timer, scorer=self.scorer)
 
-    def _ready_first(self, section: AsyncConfig, parts: Parts) -> ReadyFirst | Replay:
+    def _ready_first(
+        self, section: AsyncConfig, parts: Parts, held: Refit | HeldEngines | None, timer: PhaseTimer
+    ) -> ReadyFirst | Replay:
         from megarl.models.generation.shared_stream import SharedStream
         from megarl.rollout.collector import add_metrics
         from megarl.rollout.dynamic_sampling import joined
@@ -219,8 +217,8 @@ class Sampled(Algorithm):
         run = {**parts.sampler.identity, "prompts": prompts, "generations": generations}
         if section["replay"] is not None:
             return Replay(Ledger(Path(section["replay"]) / LEDGER, run), parts.train_data)
-        assert parts.refit is not None and parts.environment is not None, "a rule wants engines apart"
-        engines, pad = parts.refit.generation, parts.tokenizer.pad_token_id
+        assert isinstance(held, HeldEngines) and parts.environment is not None, "a rule wants engines apart"
+        engines, pad = held.generation, parts.tokenizer.pad_token_id
         generation = generation_of(parts.config["policy"])
         shared = SharedStream(
             lambda: engines.requests(self.collector.stops, pad, greedy=False, sampling=None),
@@ -247,9 +245,8 @@ class Sampled(Algorithm):
             section["on_stale"] == "drop",
         )
         ledger = Ledger(Path(parts.config["run_dir"]) / LEDGER, run)
-        return ReadyFirst(
-            order, collect, join, shared, parts.refit, parts.sampler, parts.last_step, parts.timer, ledger
-        )
+        own = parts.sampler, parts.last_step, parts.timer, timer
+        return ReadyFirst(order, collect, join, shared, held, *own, ledger)
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -283,18 +280,18 @@ class Sampled(Algorithm):
         return validation_metrics(validated)
 
     def validate_beside(self) -> bool:
-        """Have engines that sample beside training in order validate too, unless a subclass validates in
-        another way."""
-        of_engines = isinstance(self.ahead, SamplingAhead) and self.validation_data is not None
+        """Have engines that sample during training validate too, unless a subclass validates in another
+        way."""
+        of_engines = isinstance(self.ahead, SamplingAhead | ReadyFirst) and self.validation_data is not None
         if not of_engines or type(self).validate is not Sampled.validate:
             return False
-        assert isinstance(self.ahead, SamplingAhead)
+        assert isinstance(self.ahead, SamplingAhead | ReadyFirst)
         self.ahead.validate = partial(self._validated, self._sampling_collector)
         self._validated_step = self.done_steps
         return True
 
     def validated_beside(self) -> dict[str, float] | None:
-        assert isinstance(self.ahead, SamplingAhead)
+        assert isinstance(self.ahead, SamplingAhead | ReadyFirst)
         self.ahead.validate = None
         # Taken, so that a stop before the next validation does not find the figures of this one again.
         found, self.ahead.validated = self.ahead.validated, None

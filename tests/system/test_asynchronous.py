@@ -300,7 +300,8 @@ def test_what_was_ready_first_is_repeated_from_its_ledger(
     prompts = [record for step in records for record in dict.fromkeys(step)]
     assert len(prompts) == len(set(prompts)), f"seed {seed}: a prompt was trained on twice within an epoch"
     again = program.finish("again", *READY_FIRST, f"grpo.async_grpo.replay={run}")
-    of_engines = ("train/rollouts_", "train/engine_check", "validation/")
+    # Validated beside training there, and between steps here, with the same weights.
+    of_engines = ("train/rollouts_", "train/engine_check")
     rows = [
         [
             {name: value for name, value in row.items() if not name.startswith(of_engines)}
@@ -310,5 +311,7 @@ def test_what_was_ready_first_is_repeated_from_its_ledger(
     ]
     assert rows[0] == rows[1], f"seed {seed}"
     assert weights(run) == weights(again), f"seed {seed}"
-    ages = [row["train/rollout_age"] for row in read_rows(run) if row["step"] > 0]
+    trained = [row for row in read_rows(run) if row["step"] > 0]
+    ages = [row["train/rollout_age"] for row in trained]
     assert max(ages) <= 2 and any(age > 0 for age in ages)
+    assert any("timing/validation_beside_s" in row for row in trained)

@@ -19,9 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms.ahead import HeldEngines
 from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay, groups_of
 from megarl.algorithms.sampled_batch import Sampling, load_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.deadlines import VALIDATE, Call
 from megarl.errors import MegarlError, RewardError, UnusableCheckpointError, WorkerError
 from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import Completion, Request
@@ -215,6 +217,8 @@ class Engines:
     def __init__(self) -> None:
         self.gates: dict[int, threading.Event] = {}
         self.begun: list[int] = []
+        self.resumed: list[int] = []
+        self.refits: list[int] = []
         self.changed = threading.Condition()
         self.error: Exception | None = None
 
@@ -243,19 +247,20 @@ def joined(groups: list[Rollouts]) -> Rollouts:
 
 def made(directory: Path, engines: Engines, order: Order, last: int | None, taken: int = 0) -> ReadyFirst:
     shared: Any = SimpleNamespace(
-        resume=lambda version: None, pause=lambda: None, close=lambda: None, failed=False
+        resume=engines.resumed.append, pause=lambda: None, close=lambda: None, failed=False
     )
     shared.take_busy_seconds = lambda: 0.0
-    refit: Any = SimpleNamespace(bring_up_to_date=lambda: None)
+    refit: Any = SimpleNamespace(bring_up_to_date=lambda: engines.refits.append(len(engines.refits)))
     sampler: Any = Counting(taken)
     return ReadyFirst(
         order,
         engines.collect,
         joined,
         shared,
-        refit,
+        HeldEngines(refit),
         sampler,
         last,
+        PhaseTimer(),
         PhaseTimer(),
         Ledger(directory / "ledger", {"seed": 1}),
     )
@@ -375,6 +380,48 @@ def test_an_environment_that_fails_ends_the_run(tmp_path: Path) -> None:
     engines.finish(0)
     with pytest.raises(RewardError, match="no reward"):
         ready.take(1)
+
+
+def test_a_step_trains_while_its_weights_are_validated(tmp_path: Path) -> None:
+    """Groups that are complete make its batch; engines sample on behind the validation, which has their
+    weights until then."""
+    engines, trains = Engines(), threading.Event()
+    ready = made(tmp_path, engines, Order(1, 2, 2, drops=False), None)
+    ready._fill(1, 0)
+    arrive(ready, engines, [0, 1])
+    ready.take(1)
+    ready.settle()
+    assert engines.resumed == [0] and ready.validated is None
+
+    def validate() -> Any:
+        assert trains.wait(60)
+        ready._engines.bring_up_to_date()
+        assert Call.of("generate").phase == VALIDATE
+        return [engines.resumed.copy(), engines.refits.copy()]
+
+    ready.validate = validate
+    assert ready.take(2).rollouts.samples["ordinal"].tolist() == [1]
+    trains.set()
+    ready.settle()
+    assert ready.validated == [[0], [0, 1]], "not the weights of a step that trains meanwhile"
+    assert engines.resumed == [0, 1] and ready.validate is None
+    arrive(ready, engines, [2])
+    ready.take(3)
+    assert ready.validated is None and engines.refits == [0, 1, 2]
+    ready.settle()
+    ready.close()
+
+
+def test_a_validation_that_fails_ends_a_step_that_waits_for_groups(tmp_path: Path) -> None:
+    ready = made(tmp_path, Engines(), Order(1, 1, 1, drops=False), None)
+
+    def validate() -> Any:
+        raise RewardError("no scorer")
+
+    ready.validate = validate
+    with pytest.raises(RewardError, match="no scorer"):
+        ready.take(1)
+    ready.close()
 
 
 def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None:
