@@ -68,6 +68,7 @@ def _metrics(in_turn: Sequence[float], beside: Sequence[float]) -> dict[str, Met
 def _sleeping(lag: int) -> float:
     """Return seconds of a step whose stages only wait; 0 samples and trains in turn."""
     from megarl.algorithms.ahead import HeldEngines, SamplingAhead
+    from megarl.algorithms.rollout_source import WaitingBatches
     from megarl.observe.timing import PhaseTimer
 
     class _Refit:
@@ -76,10 +77,11 @@ def _sleeping(lag: int) -> float:
 
     sample: Any = lambda step: time.sleep(GENERATION_S)  # noqa: E731
     refit: Any = _Refit()
-    ahead = SamplingAhead(sample, lag, STEPS, HeldEngines(refit), {}, PhaseTimer(), PhaseTimer())
+    timers = PhaseTimer(), PhaseTimer()
+    ahead = SamplingAhead(sample, lag, STEPS, HeldEngines(refit), WaitingBatches(), *timers)
     begun = time.perf_counter()
     for step in range(1, STEPS + 1):
-        ahead.take(step) if lag else sample(step)
+        ahead.next(step) if lag else sample(step)
         time.sleep(TRAINING_S)
         ahead.settle()
     ahead.close()
@@ -125,10 +127,11 @@ def _sleeping_groups(lookahead: int) -> float:
     order: Any = _Order()
     join: Any = lambda groups: groups[0]  # noqa: E731
     schedule = Order(GROUPS, lookahead, lookahead, drops=False)
-    ready = ReadyFirst(schedule, collect, join, nothing, nothing, order, STEPS, PhaseTimer(), nothing)
+    timers = PhaseTimer(), PhaseTimer()
+    ready = ReadyFirst(schedule, collect, join, nothing, nothing, order, STEPS, *timers, nothing)
     begun = time.perf_counter()
     for step in range(1, STEPS + 1):
-        ready.take(step)
+        ready.next(step)
         time.sleep(GROUP_S * LONGEST / 2)
         ready.settle()
     return (time.perf_counter() - begun) / STEPS

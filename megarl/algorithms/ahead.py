@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.rollout_source import ValidatesBeside, WaitingBatches
 from megarl.distributed.deadlines import validating
 from megarl.errors import MegarlError, WorkerLostError
 from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT, VALIDATION_BESIDE
 
 if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
+    from megarl.algorithms.rollout_source import Validated
     from megarl.algorithms.sampled_batch import Sampling
+    from megarl.data.datasets import Dataset
     from megarl.models.generation.interfaces import GenerationInterface
     from megarl.observe.timing import PhaseTimer
     from megarl.rollout.collector import RefittedEngine
-    from megarl.rollout.evaluation import ValidatedSet
-
-    Validated = list[ValidatedSet]
 
 
 def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
@@ -85,7 +86,7 @@ class HeldEngines:
         ) from error
 
 
-class SamplingAhead:
+class SamplingAhead(ValidatesBeside):
     """Gives the batch of each step, and has that of a later one sampled meanwhile.
 
     Args:
@@ -96,13 +97,10 @@ class SamplingAhead:
         waiting: batches that were sampled and not trained on yet, by their steps; changed here.
         timer: of the step; gets the phases of what was sampled meanwhile when it is there.
         own_timer: told the phases of sampling.
-
-    Attributes:
-        validate: a validation, for which the next step is to have engines; None for none.
-        validated: what the last one of them found; None before it.
     """
 
     metrics: Mapping[str, float] = {}
+    is_ahead = True
 
     def __init__(
         self,
@@ -110,10 +108,11 @@ class SamplingAhead:
         lag: int,
         last_step: int | None,
         engines: HeldEngines,
-        waiting: dict[int, Sampling],
+        waiting: WaitingBatches,
         timer: PhaseTimer,
         own_timer: PhaseTimer,
     ) -> None:
+        super().__init__()
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
@@ -121,11 +120,9 @@ class SamplingAhead:
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0
-        self.validate: Callable[[], Validated] | None = None
-        self.validated: Validated | None = None
         self._done_at = 0.0
 
-    def take(self, step: int) -> Sampling:
+    def next(self, step: int) -> Sampling:
         """The batch of a step; that of step + lag is sampled from now on, with the weights that the policy
         has now."""
         for early in range(step, step + self._lag):
@@ -138,7 +135,7 @@ class SamplingAhead:
         ahead = step + self._lag
         # A run that was resumed has it already.
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
-        validate, self.validate, self.validated = self.validate, None, None
+        validate = self._take_wanted()
         if is_sampled or validate is not None:
             self._engines.held, self._sampled_step = True, ahead
             self._coming = self._thread.submit(self._timed, ahead if is_sampled else None, validate)
@@ -157,12 +154,20 @@ class SamplingAhead:
         waits = nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT)
         try:
             with waits:
-                sampled, self.validated = future.result()
+                sampled, self._found = future.result()
             if sampled is not None:
                 self._waiting[self._sampled_step] = sampled
         finally:
             self._engines.held = False
         self._timer.merge(self._own_timer, {ENGINE_IDLE: max(time.perf_counter() - self._done_at, 0.0)})
+
+    def save(self, directory: Path) -> None:
+        """See ``RolloutSource``."""
+        self._waiting.save(directory)
+
+    def load(self, directory: Path, data: Dataset) -> None:
+        """See ``RolloutSource``."""
+        self._waiting.load(directory, data)
 
     def close(self) -> None:
         """Begin nothing more. What is being sampled ends when its engines do."""

@@ -24,13 +24,24 @@ from typing import TYPE_CHECKING, Any
 
 from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
 from megarl.algorithms.ahead import with_new_engines
-from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batch, save_batch, save_batches
+from megarl.algorithms.rollout_source import InTurn, ValidatesBeside, other_schedule
+from megarl.algorithms.sampled_batch import (
+    DIRECTORY,
+    GROUPS,
+    Sampling,
+    groups_of,
+    load_batch,
+    load_batches,
+    save_batch,
+    save_batches,
+)
 from megarl.distributed.deadlines import validating
 from megarl.errors import MegarlError, UnusableCheckpointError
 from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, VALIDATION_BESIDE, PhaseTimer
 
 if TYPE_CHECKING:
-    from megarl.algorithms.ahead import HeldEngines, Validated
+    from megarl.algorithms.ahead import HeldEngines
+    from megarl.algorithms.rollout_source import Validated
     from megarl.data.datasets import Dataset
     from megarl.data.sampler import Sampler
     from megarl.models.generation.shared_stream import SharedStream
@@ -38,7 +49,7 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger"
 """Directory of a run."""
-_GROUPS, _RUN = "groups.json", "run.json"
+_RUN = "run.json"
 # Between looks at the engines while groups are waited for.
 _LOOK_SECONDS = 0.5
 
@@ -81,7 +92,7 @@ class _Group:
     timer: PhaseTimer | None = None
 
 
-class ReadyFirst:
+class ReadyFirst(ValidatesBeside):
     """Gives the batch of each step while engines sample later ones.
 
     Args:
@@ -96,10 +107,9 @@ class ReadyFirst:
         timer: of the step.
         own_timer: gets the phases of a validation.
         ledger: where batches are written before they are trained on.
-
-    Attributes:
-        validate, validated: as of ``SamplingAhead``.
     """
+
+    is_ahead = True
 
     def __init__(
         self,
@@ -114,13 +124,12 @@ class ReadyFirst:
         own_timer: PhaseTimer,
         ledger: Ledger,
     ) -> None:
+        super().__init__()
         self._order, self._collect, self._join, self._shared = order, collect, join, shared
         self._engines, self._sampler, self._last, self._ledger = engines, sampler, last_step, ledger
         self._timer, self._own_timer = timer, own_timer
         self._thread = ThreadPoolExecutor(1, "validation")
         self._coming: Future[Validated] | None = None
-        self.validate: Callable[[], Validated] | None = None
-        self.validated: Validated | None = None
         self._changed = threading.Condition()
         self._groups: dict[int, _Group] = {}
         self._arrived: list[int] = []
@@ -129,15 +138,14 @@ class ReadyFirst:
         self._settled_at, self._validation_s = time.perf_counter(), 0.0
         self.metrics: Mapping[str, float] = {}
 
-    def take(self, step: int) -> Sampling:
+    def next(self, step: int) -> Sampling:
         """The batch of a step; engines sample on with the weights that the policy has now.
 
         Raises:
             MegarlError: an environment failed, or engines that could not be replaced.
         """
         version = step - 1
-        validate, self.validate, self.validated = self.validate, None, None
-        self._go_on(version, validate)
+        self._go_on(version, self._take_wanted())
         for group in self._begun_again:
             # sampled from the start, with the weights of now
             group.version = version
@@ -172,7 +180,7 @@ class ReadyFirst:
         if self._coming is not None:
             future, self._coming = self._coming, None
             with nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT):
-                self.validated = future.result()
+                self._found = future.result()
         try:
             self._shared.pause()
         except MegarlError as error:
@@ -205,9 +213,18 @@ class ReadyFirst:
         save_batches(directory, batches)
         place = directory / DIRECTORY
         place.mkdir(exist_ok=True)
-        (place / _GROUPS).write_text(
+        (place / GROUPS).write_text(
             json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8"
         )
+
+    def load(self, directory: Path, data: Dataset) -> None:
+        """See ``RolloutSource``: groups that ``save`` wrote."""
+        groups, batches = groups_of(directory), load_batches(directory, data)
+        if groups is not None:
+            self.resume(groups, batches)
+        # Without batches that wait, nothing is lost by another schedule.
+        elif batches:
+            raise other_schedule(directory, len(batches), "in_order")
 
     def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
         """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their
@@ -356,25 +373,6 @@ class ReadyFirst:
             raise self._failure
 
 
-def groups_of(directory: Path) -> Mapping[str, Any] | None:
-    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and
-    ordinal and record of the others; None where the run was none of this kind.
-
-    Raises:
-        UnusableCheckpointError: the file cannot be read.
-    """
-    path = directory / DIRECTORY / _GROUPS
-    if not path.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"arrived": list(found["arrived"]), "running": list(found["running"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnusableCheckpointError(
-            f"{path} cannot be read ({error}). Fix: resume from an earlier checkpoint"
-        ) from error
-
-
 class Ledger:
     """The batches of a run, by their steps, as they were trained on.
 
@@ -418,7 +416,7 @@ class Ledger:
             ) from error
 
 
-class Replay:
+class Replay(InTurn):
     """Gives the batches of a ledger.
 
     Args:
@@ -426,17 +424,10 @@ class Replay:
         data: that they were sampled from.
     """
 
-    metrics: Mapping[str, float] = {}
+    is_ahead = True
 
     def __init__(self, ledger: Ledger, data: Dataset) -> None:
-        self._ledger, self._data = ledger, data
+        super().__init__(lambda step: ledger.read(step, data))
 
-    def take(self, step: int) -> Sampling:
-        """The batch of a step; see ``Ledger.read``."""
-        return self._ledger.read(step, self._data)
-
-    def settle(self) -> None:
-        """No engine samples."""
-
-    def close(self) -> None:
-        """No engine samples."""
+    def load(self, directory: Path, data: Dataset) -> None:
+        """Read nothing: the ledger has the batches of all steps."""

@@ -13,15 +13,15 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.ahead import HeldEngines, SamplingAhead
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
-from megarl.algorithms.ready_first import LEDGER, Ledger, Order, ReadyFirst, Replay, groups_of
-from megarl.algorithms.sampled_batch import Sampling, load_batches, save_batches
+from megarl.algorithms.ready_first import LEDGER, Ledger, Order, ReadyFirst, Replay
+from megarl.algorithms.rollout_source import InTurn, RolloutSource, WaitingBatches
+from megarl.algorithms.sampled_batch import Sampling
 from megarl.algorithms.scored_ahead import ScoredAhead
 from megarl.algorithms.served import ServedCheck
 from megarl.config.asynchrony import AsyncConfig
 from megarl.config.backend import generation_of
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
-from megarl.errors import UnusableCheckpointError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import LOGPROBS, PhaseTimer, Sequences
 
@@ -175,10 +175,8 @@ class Sampled(Algorithm):
             precision = parts.config["policy"]["precision"]
             self.served = ServedCheck(section, self.policy, parts.refit.generation, precision, self.seed)
             parts.refit.check = self.served.check
-        # batches that were sampled before the step that trains on them
-        self.waiting: dict[int, Sampling] = {}
         engine: Refit | HeldEngines | None = parts.refit
-        self.ahead: SamplingAhead | ReadyFirst | Replay | None = None
+        self.source: RolloutSource = InTurn(self._sample_step)
         timer = parts.timer
         asynchrony: AsyncConfig | None = (
             at(self.config, "async_grpo") if at(self.config, "async_grpo.enabled") else None
@@ -189,15 +187,15 @@ class Sampled(Algorithm):
             timer = PhaseTimer()
             if asynchrony["schedule"] == "in_order":
                 lag = asynchrony["max_trajectory_age_steps"]
-                self.ahead = SamplingAhead(
-                    self._sample_step, lag, parts.last_step, held, self.waiting, parts.timer, timer
+                self.source = SamplingAhead(
+                    self._sample_step, lag, parts.last_step, held, WaitingBatches(), parts.timer, timer
                 )
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
             # groups are scored in threads of their own, while a validation may run
             self.collector = replace(self.collector, judging=threading.Lock())
-            self.ahead = self._ready_first(asynchrony, parts, engine, timer)
+            self.source = self._ready_first(asynchrony, parts, engine, timer)
         self.scorer: ScoredAhead | None = None
         parts_of_step: int = at(self.config, "logprob_parts") or 1
         if parts_of_step > 1 and self.needs_previous_logprobs:
@@ -282,19 +280,13 @@ class Sampled(Algorithm):
     def validate_beside(self) -> bool:
         """Have engines that sample during training validate too, unless a subclass validates in another
         way."""
-        of_engines = isinstance(self.ahead, SamplingAhead | ReadyFirst) and self.validation_data is not None
-        if not of_engines or type(self).validate is not Sampled.validate:
+        if self.validation_data is None or type(self).validate is not Sampled.validate:
             return False
-        assert isinstance(self.ahead, SamplingAhead | ReadyFirst)
-        self.ahead.validate = partial(self._validated, self._sampling_collector)
         self._validated_step = self.done_steps
-        return True
+        return self.source.validate_beside(partial(self._validated, self._sampling_collector))
 
     def validated_beside(self) -> dict[str, float] | None:
-        assert isinstance(self.ahead, SamplingAhead | ReadyFirst)
-        self.ahead.validate = None
-        # Taken, so that a stop before the next validation does not find the figures of this one again.
-        found, self.ahead.validated = self.ahead.validated, None
+        found = self.source.validated()
         return None if found is None else self._figures(found, self._validated_step)
 
     def take(self, step: int) -> Sampling:
@@ -305,9 +297,7 @@ class Sampled(Algorithm):
         # what is sampled from here to the next step is sampled
         # with the weights that all steps before this one have made
         self._version = step - 1
-        if self.ahead is not None:
-            return self.ahead.take(step)
-        return self.waiting.pop(step) if step in self.waiting else self._sample_step(step)
+        return self.source.next(step)
 
     def settle(self, samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
         """At the end of a step, wait for what is sampled beside it. Returns metrics of the last refit."""
@@ -315,47 +305,26 @@ class Sampled(Algorithm):
         if self.served is not None:
             found = self.served.metrics
             self.served.remember(samples, step)
-        if self.ahead is not None:
-            self.ahead.settle()
-            found = {**found, **self.ahead.metrics}
-        return found
+        self.source.settle()
+        return {**found, **self.source.metrics}
 
     def save(self, directory: Path) -> None:
         """Write the batches that wait."""
-        if isinstance(self.ahead, ReadyFirst):
-            self.ahead.save(directory)
-        else:
-            save_batches(directory, self.waiting)
+        self.source.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Read them; a run that samples and trains in turn trains on them first.
+        """Read them.
 
         Raises:
             UnusableCheckpointError: they cannot be read, or belong to another schedule.
         """
-        if isinstance(self.ahead, Replay):
-            return
-        groups = groups_of(directory)
-        batches = load_batches(directory, self.train_data)
-        if isinstance(self.ahead, ReadyFirst) and groups is not None:
-            self.ahead.resume(groups, batches)
-        # Without batches that wait, nothing is lost by another schedule.
-        elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
-            there = "in_order" if groups is None else "ready_first"
-            raise UnusableCheckpointError(
-                f"{directory} has {len(batches)} batches that wait to be trained on {there}, and this run "
-                "has another schedule. Fix: go "
-                f"on with grpo.async_grpo.schedule: {there}, or from a checkpoint without any"
-            )
-        else:
-            self.waiting.update(batches)
+        self.source.load(directory, self.train_data)
 
     def close(self) -> None:
         """Begin to sample and score nothing more."""
         if self.scorer is not None:
             self.scorer.close()
-        if self.ahead is not None:
-            self.ahead.close()
+        self.source.close()
 
     @property
     def needs_previous_logprobs(self) -> bool:
@@ -366,7 +335,7 @@ class Sampled(Algorithm):
     @property
     def anchors_at_engine(self) -> bool:
         """Tell whether ratios are to the policy that sampled, by the engine's log-probabilities."""
-        return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
+        return self.source.is_ahead and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(
         self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
@@ -381,7 +350,7 @@ class Sampled(Algorithm):
         from megarl.rollout.samples import effective_share
         from megarl.rollout.trajectory import TOKEN_VERSIONS
 
-        if self.ahead is None:
+        if not self.source.is_ahead:
             return {}
         age = {"rollout_age": float(step - 1 - samples["weight_version"].double().mean())}
         if TOKEN_VERSIONS in samples:

@@ -39,6 +39,9 @@ class Sampling:
 DIRECTORY = "rollouts"
 """Of a checkpoint, where there are any."""
 
+GROUPS = "groups.json"
+"""There, of a run that trains on the groups that are complete first."""
+
 _SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
 
 
@@ -110,6 +113,25 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
         what = f"the batches in {place} that wait to be trained on cannot be read ({error})"
         raise UnusableCheckpointError(
             f"{what}. Fix: remove {directory} to resume from an earlier one"
+        ) from error
+
+
+def groups_of(directory: Path) -> Mapping[str, Any] | None:
+    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and
+    ordinal and record of the others; None where the run was none of this kind.
+
+    Raises:
+        UnusableCheckpointError: the file cannot be read.
+    """
+    path = directory / DIRECTORY / GROUPS
+    if not path.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"arrived": list(found["arrived"]), "running": list(found["running"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnusableCheckpointError(
+            f"{path} cannot be read ({error}). Fix: resume from an earlier checkpoint"
         ) from error
 
 

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.ahead import HeldEngines
-from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay, groups_of
-from megarl.algorithms.sampled_batch import Sampling, load_batches
+from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay
+from megarl.algorithms.sampled_batch import Sampling, groups_of, load_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.deadlines import VALIDATE, Call
 from megarl.errors import MegarlError, RewardError, UnusableCheckpointError, WorkerError
@@ -308,7 +308,7 @@ def test_each_group_is_trained_on_once_and_before_it_is_too_old(
     finisher = threading.Thread(target=finish_some, daemon=True)
     finisher.start()
     for step in range(1, steps + 1):
-        batch = ready.take(step).rollouts.samples
+        batch = ready.next(step).rollouts.samples
         assert len(batch["ordinal"]) == prompts and batch["ordinal"].tolist() == sorted(
             batch["ordinal"].tolist()
         )
@@ -327,14 +327,14 @@ def test_a_step_takes_what_is_complete_first(tmp_path: Path) -> None:
     ready = made(tmp_path, engines, Order(2, 2, 2, drops=False), None)
     ready._fill(1, 0)
     arrive(ready, engines, [3, 1])
-    assert ready.take(1).rollouts.samples["ordinal"].tolist() == [1, 3]
+    assert ready.next(1).rollouts.samples["ordinal"].tolist() == [1, 3]
     assert ready.metrics == {"rollouts_ready": 0.0, "rollouts_running": 4.0, "rollouts_dropped": 0.0}
     arrive(ready, engines, [5, 4])
-    assert ready.take(2).rollouts.samples["ordinal"].tolist() == [4, 5]
+    assert ready.next(2).rollouts.samples["ordinal"].tolist() == [4, 5]
     # 0 and 2 were begun two steps ago, and would be too old for the step after this one
     arrive(ready, engines, [7, 6])
     threading.Timer(0.05, lambda: [engines.finish(ordinal) for ordinal in (0, 2)]).start()
-    assert ready.take(3).rollouts.samples["ordinal"].tolist() == [0, 2]
+    assert ready.next(3).rollouts.samples["ordinal"].tolist() == [0, 2]
 
 
 def test_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -343,9 +343,9 @@ def test_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
     ready._fill(1, 0)
     for step, ordinal in ((1, 1), (2, 2), (3, 3)):
         arrive(ready, engines, [ordinal])
-        assert ready.take(step).rollouts.samples["ordinal"].tolist() == [ordinal]
+        assert ready.next(step).rollouts.samples["ordinal"].tolist() == [ordinal]
     arrive(ready, engines, [0, 4])
-    assert ready.take(4).rollouts.samples["ordinal"].tolist() == [4]
+    assert ready.next(4).rollouts.samples["ordinal"].tolist() == [4]
     assert ready.metrics["rollouts_dropped"] == 1.0
 
 
@@ -354,7 +354,7 @@ def test_a_checkpoint_has_what_waits_and_what_is_under_way(tmp_path: Path) -> No
     ready = made(tmp_path, engines, Order(2, 2, 2, drops=False), None)
     ready._fill(1, 0)
     arrive(ready, engines, [2, 0, 3])
-    assert ready.take(1).rollouts.samples["ordinal"].tolist() == [0, 2]
+    assert ready.next(1).rollouts.samples["ordinal"].tolist() == [0, 2]
     ready.settle()
     (tmp_path / "checkpoint").mkdir()
     ready.save(tmp_path / "checkpoint")
@@ -366,8 +366,8 @@ def test_a_checkpoint_has_what_waits_and_what_is_under_way(tmp_path: Path) -> No
     for ordinal in (1, 4, 5):
         again.finish(ordinal)
     trained = [
-        *resumed.take(2).rollouts.samples["ordinal"].tolist(),
-        *resumed.take(3).rollouts.samples["ordinal"].tolist(),
+        *resumed.next(2).rollouts.samples["ordinal"].tolist(),
+        *resumed.next(3).rollouts.samples["ordinal"].tolist(),
     ]
     assert 3 in trained[:2] and sorted(trained) == [1, 3, 4, 5]
     assert sorted(again.begun)[:3] == [1, 4, 5]
@@ -379,7 +379,7 @@ def test_an_environment_that_fails_ends_the_run(tmp_path: Path) -> None:
     engines.error = RewardError("no reward")
     engines.finish(0)
     with pytest.raises(RewardError, match="no reward"):
-        ready.take(1)
+        ready.next(1)
 
 
 def test_a_step_trains_while_its_weights_are_validated(tmp_path: Path) -> None:
@@ -389,9 +389,9 @@ def test_a_step_trains_while_its_weights_are_validated(tmp_path: Path) -> None:
     ready = made(tmp_path, engines, Order(1, 2, 2, drops=False), None)
     ready._fill(1, 0)
     arrive(ready, engines, [0, 1])
-    ready.take(1)
+    ready.next(1)
     ready.settle()
-    assert engines.resumed == [0] and ready.validated is None
+    assert engines.resumed == [0] and ready.validated() is None
 
     def validate() -> Any:
         assert trains.wait(60)
@@ -399,15 +399,15 @@ def test_a_step_trains_while_its_weights_are_validated(tmp_path: Path) -> None:
         assert Call.of("generate").phase == VALIDATE
         return [engines.resumed.copy(), engines.refits.copy()]
 
-    ready.validate = validate
-    assert ready.take(2).rollouts.samples["ordinal"].tolist() == [1]
+    ready.validate_beside(validate)
+    assert ready.next(2).rollouts.samples["ordinal"].tolist() == [1]
     trains.set()
     ready.settle()
-    assert ready.validated == [[0], [0, 1]], "not the weights of a step that trains meanwhile"
-    assert engines.resumed == [0, 1] and ready.validate is None
+    assert ready.validated() == [[0], [0, 1]], "not the weights of a step that trains meanwhile"
+    assert engines.resumed == [0, 1]
     arrive(ready, engines, [2])
-    ready.take(3)
-    assert ready.validated is None and engines.refits == [0, 1, 2]
+    ready.next(3)
+    assert ready.validated() is None and engines.refits == [0, 1, 2]
     ready.settle()
     ready.close()
 
@@ -418,9 +418,9 @@ def test_a_validation_that_fails_ends_a_step_that_waits_for_groups(tmp_path: Pat
     def validate() -> Any:
         raise RewardError("no scorer")
 
-    ready.validate = validate
+    ready.validate_beside(validate)
     with pytest.raises(RewardError, match="no scorer"):
-        ready.take(1)
+        ready.next(1)
     ready.close()
 
 
@@ -432,7 +432,7 @@ def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None
     records: Any = [SimpleNamespace(index=4), SimpleNamespace(index=2)]
     ledger.write(1, Sampling(Rollouts(samples, records, {"errors": 1.0}), samples, {}, epoch=3))
     data: Any = Records()
-    found = Replay(ledger, data).take(1)
+    found = Replay(ledger, data).next(1)
     assert torch.equal(found.rollouts.samples["input_ids"], samples["input_ids"]) and found.epoch == 3
     assert found.rollouts.samples["response_text"] == ["a", "b"] and [
         each.index for each in found.rollouts.records

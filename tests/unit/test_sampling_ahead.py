@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.ahead import HeldEngines, SamplingAhead
-from megarl.algorithms.sampled import Sampled
+from megarl.algorithms.rollout_source import WaitingBatches
 from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batches, save_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.deadlines import STEP, VALIDATE, Call
@@ -42,7 +42,7 @@ class PlayedRefit:
 
 
 def ahead_of(
-    sample: Any, lag: int, last: int | None, refit: PlayedRefit, waiting: dict[int, Any], timer: Any = None
+    sample: Any, lag: int, last: int | None, refit: PlayedRefit, waiting: WaitingBatches, timer: Any = None
 ) -> SamplingAhead:
     engines = HeldEngines(refit)  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_weights_follow_from_the_step(lag: int, steps: int, begun: int, kept: in
     again, the others once."""
     refit, sampled = PlayedRefit(), list[tuple[int, int]]()
     refit.trained = begun
-    waiting: dict[int, Any] = {begun + 1 + each: "kept" for each in range(min(kept, lag, steps))}
+    waiting: Any = WaitingBatches({begun + 1 + each: "kept" for each in range(min(kept, lag, steps))})
     had = set(waiting)
     ahead = ahead_of(
         lambda step: sampled.append((step, refit.engines_have)) or f"batch {step}",
@@ -72,7 +72,7 @@ def test_weights_follow_from_the_step(lag: int, steps: int, begun: int, kept: in
         waiting,
     )
     for step in range(begun + 1, begun + steps + 1):
-        assert ahead.take(step) == ("kept" if step in had else f"batch {step}")
+        assert ahead.next(step) == ("kept" if step in had else f"batch {step}")
         refit.trained = step
         ahead.settle()
         assert set(waiting) == set(range(step + 1, min(step + lag, begun + steps) + 1))
@@ -86,8 +86,8 @@ def test_weights_follow_from_the_step(lag: int, steps: int, begun: int, kept: in
 def test_a_step_trains_while_the_next_one_is_sampled() -> None:
     """Each waits for the other in the middle, which only those who work at the same time live through."""
     refit, meets = PlayedRefit(), threading.Barrier(2, timeout=60)
-    ahead = ahead_of(lambda step: meets.wait() if step > 1 else step, 1, None, refit, {})
-    assert ahead.take(1) == 1
+    ahead = ahead_of(lambda step: meets.wait() if step > 1 else step, 1, None, refit, WaitingBatches())
+    assert ahead.next(1) == 1
     meets.wait()
     refit.trained = 1
     ahead.settle()
@@ -105,8 +105,8 @@ def test_engines_keep_their_weights_while_they_sample() -> None:
             found.append(refit.engines_have)
         return "batch"
 
-    ahead = ahead_of(sample, 1, None, refit, {})
-    ahead.take(1)
+    ahead = ahead_of(sample, 1, None, refit, WaitingBatches())
+    ahead.next(1)
     refit.trained = 1
     held.set()
     ahead.settle()
@@ -121,11 +121,13 @@ def test_a_validation_goes_on_beside_the_next_step_with_its_weights(last: int | 
     """Behind the sampling, where something is sampled: behind the last batch nothing is."""
     refit, trains = PlayedRefit(), threading.Event()
     asked: list[tuple[Any, int]] = []
-    ahead = ahead_of(lambda step: asked.append((step, refit.engines_have)) or step, 1, last, refit, {})
-    ahead.take(1)
+    ahead = ahead_of(
+        lambda step: asked.append((step, refit.engines_have)) or step, 1, last, refit, WaitingBatches()
+    )
+    ahead.next(1)
     refit.trained = 1
     ahead.settle()
-    assert ahead.validated is None
+    assert ahead.validated() is None
 
     def validate() -> list[Any]:
         assert trains.wait(60)
@@ -134,33 +136,31 @@ def test_a_validation_goes_on_beside_the_next_step_with_its_weights(last: int | 
         asked.append(("validation", refit.engines_have))
         return ["figures"]
 
-    ahead.validate = validate
-    assert ahead.take(2) == 2
+    ahead.validate_beside(validate)
+    assert ahead.next(2) == 2
     assert Call.of("train").phase == STEP, "of this thread, which trains"
     refit.trained = 2
     trains.set()
     ahead.settle()
     assert asked == [(1, 0), (2, 0), *([] if last else [(3, 1)]), ("validation", 1)]
-    assert ahead.validate is None, "it was asked for once"
-    algorithm: Any = SimpleNamespace(ahead=ahead, _validated_step=1, _figures=lambda found, step: found)
-    found = [Sampled.validated_beside(algorithm) for _ in range(2)]
+    found = [ahead.validated() for _ in range(2)]
     assert found == [["figures"], None], "a run that stops here asks once more, for the next step"
     if last is None:
-        ahead.take(3)
-        assert ahead.validated is None
+        ahead.next(3)
+        assert ahead.validated() is None
         ahead.settle()
     ahead.close()
 
 
 def test_a_validation_that_fails_ends_the_step() -> None:
     refit = PlayedRefit()
-    ahead = ahead_of(lambda step: step, 1, None, refit, {})
+    ahead = ahead_of(lambda step: step, 1, None, refit, WaitingBatches())
 
     def validate() -> Any:
         raise RewardError("no scorer")
 
-    ahead.validate = validate
-    ahead.take(1)
+    ahead.validate_beside(validate)
+    ahead.next(1)
     with pytest.raises(RewardError, match="no scorer"):
         ahead.settle()
     assert not ahead.engines.held  # type: ignore[attr-defined]
@@ -177,8 +177,8 @@ def failing(error: Exception) -> Any:
 
 
 def test_what_fails_meanwhile_ends_the_step() -> None:
-    ahead = ahead_of(failing(RewardError("no signal")), 1, None, PlayedRefit(), {})
-    ahead.take(1)
+    ahead = ahead_of(failing(RewardError("no signal")), 1, None, PlayedRefit(), WaitingBatches())
+    ahead.next(1)
     with pytest.raises(RewardError, match="no signal"):
         ahead.settle()
     ahead.close()
@@ -204,7 +204,7 @@ def test_engines_lost_between_steps_are_replaced() -> None:
     """The policy has the weights that they are to have, and nothing of the step is lost."""
     refit, errors = PlayedRefit(), [WorkerError("killed"), WorkerError("killed again")]
     up_to_date = refit.bring_up_to_date
-    ahead = ahead_of(lambda step: step, 1, None, refit, {1: "kept"})
+    ahead = ahead_of(lambda step: step, 1, None, refit, WaitingBatches({1: "kept"}))
 
     def failing_at_first() -> None:
         if len(refit.replaced) < len(errors):
@@ -212,7 +212,7 @@ def test_engines_lost_between_steps_are_replaced() -> None:
         up_to_date()
 
     refit.bring_up_to_date = failing_at_first  # type: ignore[method-assign]
-    assert ahead.take(1) == "kept"
+    assert ahead.next(1) == "kept"
     ahead.settle()
     assert refit.replaced == errors
     ahead.close()
