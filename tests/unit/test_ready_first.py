@@ -171,6 +171,8 @@ def test_a_request_that_no_engine_has_begun_has_the_weights_that_sample_it() -> 
     shared.close()
     with pytest.raises(MegarlError, match="the run ends"):
         view.poll()
+    shared.resume(5)
+    assert shared._thread is None, "nothing begins any more"
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])

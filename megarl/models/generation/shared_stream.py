@@ -151,6 +151,9 @@ class SharedStream:
         Args:
             version: steps of training behind them.
         """
+        if self._closed:
+            # by a run that ends while its engines validate
+            return
         # before the thread, which reads both
         self._version, self._pausing = version, False
         self._stream = self._connect()
