@@ -340,14 +340,15 @@ class Sampled(Algorithm):
             return
         groups = groups_of(directory)
         batches = load_batches(directory, self.train_data)
+        waiting = len(batches) + (0 if groups is None else len(groups["running"]))
         if isinstance(self.ahead, ReadyFirst) and groups is not None:
             self.ahead.resume(groups, batches)
-        # Without batches that wait, nothing is lost by another schedule.
-        elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
+        # Without batches that wait, and groups whose prompts were taken, nothing is lost by another schedule.
+        elif waiting and (isinstance(self.ahead, ReadyFirst) or groups is not None):
             there = "in_order" if groups is None else "ready_first"
             raise UnusableCheckpointError(
-                f"{directory} has {len(batches)} batches that wait to be trained on {there}, and this run "
-                "has another schedule. Fix: go "
+                f"{directory} has {waiting} batches of the schedule {there} that wait or are under way, and "
+                "this run has another schedule. Fix: go "
                 f"on with grpo.async_grpo.schedule: {there}, or from a checkpoint without any"
             )
         else:
