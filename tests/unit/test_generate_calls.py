@@ -19,7 +19,7 @@ from megarl.models.policy.policy_engines import PolicyEngines
 from tests.models import policy_config
 
 SEED = 5
-PROMPTS = BatchedDataDict(
+PROMPTS: BatchedDataDict[Any] = BatchedDataDict(
     {"input_ids": torch.ones(6, 3, dtype=torch.int64), "input_lengths": torch.full((6,), 3)}
 )
 

@@ -96,7 +96,7 @@ def test_what_left_before_a_move_failed_is_not_to_be_used() -> None:
     assert parts.on_device == {"optimizer"}
     for part in ("parameters", "gradients", "optimizer"):
         with pytest.raises(StateError, match="call prepare_for_training"):
-            offload_states.require(part, "train", "prepare_for_training")  # type: ignore[arg-type]
+            offload_states.require(part, "train", "prepare_for_training")
     failing = ""
     offload_states.enter(OffloadState.TRAINING, "test")
     assert parts.on_device == {"parameters", "gradients", "optimizer"}
