@@ -80,9 +80,10 @@ class WaitingBatches(dict[int, Sampling]):
     def load(self, directory: Path, data: Dataset) -> None:
         """See ``RolloutSource``."""
         groups, batches = groups_of(directory), load_batches(directory, data)
-        # Without batches that wait, nothing is lost by another schedule.
-        if batches and groups is not None:
-            raise other_schedule(directory, len(batches), "ready_first")
+        waiting = 0 if groups is None else len(batches) + len(groups["running"])
+        # Without batches that wait, and groups whose prompts were taken, nothing is lost by another schedule.
+        if waiting:
+            raise other_schedule(directory, waiting, "ready_first")
         self.update(batches)
 
 
@@ -158,6 +159,7 @@ class ValidatesBeside:
 def other_schedule(directory: Path, batches: int, there: str) -> UnusableCheckpointError:
     """Return the error of a checkpoint whose waiting batches are of another schedule."""
     return UnusableCheckpointError(
-        f"{directory} has {batches} batches that wait to be trained on {there}, and this run has another "
-        f"schedule. Fix: go on with grpo.async_grpo.schedule: {there}, or from a checkpoint without any"
+        f"{directory} has {batches} batches of the schedule {there} that wait or are under way, and this run "
+        f"has another schedule. Fix: go on with grpo.async_grpo.schedule: {there}, or from a checkpoint "
+        "without any"
     )

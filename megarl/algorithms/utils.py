@@ -61,9 +61,9 @@ def calculate_kl(
 
     With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d,
     unbiased; ``k2`` d^2 / 2, biased, but its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased
-    and never negative. Autograd through it gives gradients of the value, which stop at a clamp and are not
-    those of the divergence for k1 and k3; ``ClippedPGLossFn`` has the right ones. Same shape and dtype as the
-    inputs.
+    and negative by rounding alone, which is larger than it for small d. Autograd through it gives gradients
+    of the value, which stop at a clamp and are not those of the divergence for k1 and k3;
+    ``ClippedPGLossFn`` has the right ones. Same shape and dtype as the inputs.
 
     Args:
         logprobs, logprobs_reference: same shape, float; of the policy and of the reference.

@@ -76,16 +76,19 @@ def failing_alike() -> Iterator[None]:
     the same kind on all. A collective over all ranks.
 
     Raises:
-        MegarlError: its own, or what another rank raised.
+        CheckpointError: of the kind that another rank raised.
+        Exception: its own, as it is, whatever it is.
     """
-    failure: MegarlError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except MegarlError as error:
+    except Exception as error:
+        # of any class: a rank that left here would leave the others waiting for it
         failure = error
     kind = next((kind for kind in _KINDS if isinstance(failure, kind)), CheckpointError)
+    text = str(failure) if isinstance(failure, MegarlError) else f"{type(failure).__name__}: {failure}"
     everywhere: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, None if failure is None else (_KINDS.index(kind), str(failure)))
+    dist.all_gather_object(everywhere, None if failure is None else (_KINDS.index(kind), text))
     if failure is not None:
         raise failure
     for rank, found in enumerate(everywhere):

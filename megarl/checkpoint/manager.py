@@ -368,18 +368,20 @@ class CheckpointManager:
     def get_best_checkpoint_path(self) -> Path | None:
         """Return the whole checkpoint with the best metric, the newer of equals; the latest when none has the
         metric."""
-        checkpoints = _newest_of_each_step(self.checkpoints())
-        metrics = {step: self._metric(path) for step, path in checkpoints.items()}
+        checkpoints = self.checkpoints()
+        metrics: dict[int, float | None] = {}
+        for step, path in checkpoints:
+            # of a replacement, else of what it replaces
+            metrics[step] = self._metric(path) if metrics.get(step) is None else metrics[step]
         if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
             logger.warning(
                 "no checkpoint in %s has the metric %r; the latest counts as best",
                 self.checkpoint_dir,
                 self.metric_name,
             )
-        return next(
-            self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]),
-            None,
-        )
+        places = {step: place for place, step in enumerate(ranked_steps(metrics, self.higher_is_better))}
+        # Both directories of a step, so that a damaged replacement does not hide a whole one.
+        return next(self._whole(sorted(checkpoints, key=lambda found: places[found[0]])), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
         """Return the training info of a checkpoint, or of the latest whole one; None when there is no

@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -368,8 +369,9 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
                 names.setdefault(name, f"{path}.{key}")
     # All started before the first is waited for: the network is waited for once.
     looks = [_HubLook(key, name) for name, key in names.items() if _is_of_hub(name)]
+    end = time.monotonic() + _LOOK_S
     for look in looks:
-        look.join(_LOOK_S)
+        look.join(max(end - time.monotonic(), 0.0))
         if look.fault is not None:
             fix = (
                 "correct the name, give a directory of a model, or download it where there is a network "

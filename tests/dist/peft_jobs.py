@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
 
 from tests.dist import jobs, mixtures
 from tests.dist.reference import ReferenceTrainer
@@ -216,6 +218,27 @@ def resume(
     factors = factors_of(worker)
     worker.backend.close()
     return losses, factors
+
+
+# what tensor-parallel ranks do not cut, by transformers' names
+_WHOLE = re.compile(r"(?:[qkv]|gate|up)_proj\.lora_A|(?:o|down)_proj\.lora_B")
+
+
+def copies_after_resume(
+    config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], loss_fn: Any, directory: Path
+) -> dict[str, torch.Tensor]:
+    """This rank's copies of the factors that tensor-parallel ranks do not cut, behind the same steps."""
+    options = {"weights_path": str(directory / "weights"), "optimizer_path": str(directory / "optimizer")}
+    worker = jobs.build(config, init_reference_model=False, **options)
+    for batch in batches[1:]:
+        worker.train(data=jobs.my_share(worker, batch), loss_fn=loss_fn)
+    copies = {
+        name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
+        for name, parameter in worker.backend.trainable()
+        if not getattr(parameter, "tensor_model_parallel", not _WHOLE.search(name))
+    }
+    worker.backend.close()
+    return copies
 
 
 def train_and_export(

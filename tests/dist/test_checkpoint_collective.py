@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
 from megarl.checkpoint import storage
-from megarl.checkpoint.collective import appears_whole, failing_together
+from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.dtensor_jobs import dtensor_config
@@ -62,6 +62,26 @@ def test_a_rank_that_fails_alone_fails_all(pool: WorkerPool, tmp_path: Path, fai
         )
         assert after == []
         assert again[0] == "no error" and files == ["0", "1", "2", "it"]
+
+
+def read_alone(directory: str, failing: int) -> list[tuple[str, str]]:
+    """Rank ``failing`` finds no file to read. Then all of them go on. What happened."""
+    error: BaseException | None = None
+    try:
+        with failing_alike():
+            if dist.get_rank() == failing:
+                (Path(directory) / "none").read_text()
+    except Exception as caught:
+        error = caught
+    outcomes = [outcome_of(error)]
+    dist.barrier()
+    return outcomes
+
+
+def test_an_error_of_any_class_reaches_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+    (own,), (others,) = pool.run(2, read_alone, str(tmp_path), 0)
+    assert own[0] == "FileNotFoundError" and str(tmp_path / "none") in own[1]
+    assert others == ("CheckpointError", f"rank 0: FileNotFoundError: {own[1]}")
 
 
 def write_apart(root: str, places: list[str], failing: int) -> list[Any]:

@@ -222,6 +222,27 @@ def test_dropout_is_of_training_alone_and_leaves_copies_alike(
         )
 
 
+@sampled(1)
+@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_ranks_that_were_replicas_drop_the_same_behind_a_resume(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path, backend: str, position: str
+) -> None:
+    """Replicas have drawn different numbers of random numbers, for as many tokens as each had."""
+    batches = [make_batch(rows=12, length=24, seed=seed) for seed in (2, 4)]
+    assert int(batches[0]["input_lengths"].sum()) % 2
+    dropped = []
+    for layout in ("dp2", "tp2"):
+        world, config = configured(backend, layout, models["qwen2"], "all", batching="packed", mbs=1)
+        section = {**config["peft"], "dropout": 0.3, "dropout_position": position}
+        dropped.append({**config, "peft": section})
+    pool.run(world, peft_jobs.save_on_the_way, dropped[0], batches, NLLLoss(), tmp_path)
+    first, second = pool.run(world, peft_jobs.copies_after_resume, dropped[1], batches, NLLLoss(), tmp_path)
+    assert len(first) == 7 * LAYERS
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+
+
 @newest_megatron(backend=("megatron",))
 @sampled(2)
 @pytest.mark.parametrize(

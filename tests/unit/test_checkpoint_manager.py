@@ -213,6 +213,7 @@ def test_interrupted_replacement_is_found_and_ended(tmp_path: Path, damaged: boo
         damage_truncate(tmp_path / "step_5_replacement")
     expected = "step_5" if damaged else "step_5_replacement"
     assert writer.get_latest_checkpoint_path() == tmp_path / expected
+    assert writer.get_best_checkpoint_path() == tmp_path / expected
     with RunLock(tmp_path / "lock") as lock:
         CheckpointManager({"checkpoint_dir": tmp_path}, lock=lock)
     assert names(tmp_path) == ["lock", "step_5"]

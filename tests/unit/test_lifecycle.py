@@ -81,6 +81,28 @@ def test_a_move_that_fails_leaves_the_state_as_it_was() -> None:
     assert offload_states.offload_state is OffloadState.TRAINING
 
 
+def test_what_left_before_a_move_failed_is_not_to_be_used() -> None:
+    parts = Parts()
+
+    def fail_once(part: str, place: str) -> None:
+        if failing == part:
+            raise MemoryError(part)
+        parts.move(part, place)
+
+    failing = "optimizer"
+    offload_states = OffloadStates(fail_once, has_optimizer=True)
+    with pytest.raises(MemoryError):
+        offload_states.enter(OffloadState.OFFLOADED, "test")
+    assert parts.on_device == {"optimizer"}
+    for part in ("parameters", "gradients", "optimizer"):
+        with pytest.raises(StateError, match="call prepare_for_training"):
+            offload_states.require(part, "train", "prepare_for_training")
+    failing = ""
+    offload_states.enter(OffloadState.TRAINING, "test")
+    assert parts.on_device == {"parameters", "gradients", "optimizer"}
+    offload_states.require("optimizer", "train", "prepare_for_training")
+
+
 def test_what_stays_is_not_moved_and_not_to_be_used() -> None:
     parts = Parts()
     offload_states = OffloadStates(parts.move, has_optimizer=True)

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -285,4 +286,10 @@ def test_a_name_server_that_never_answers_is_not_waited_for(
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: done.wait())
     config["policy"]["model_name"] = "nobody/has-this"
     assert "the hub has not answered for 0.2 s" in findings(config)[0].bound
+    # nor for each name in turn
+    monkeypatch.setattr(preflight, "_LOOK_S", 1.0)
+    config["policy"]["tokenizer"]["name"] = "nobody/has-that"
+    begun = time.monotonic()
+    found = [each.value for each in preflight.unreachable_models(config)]  # type: ignore[arg-type]
+    assert found == ["nobody/has-this", "nobody/has-that"] and time.monotonic() - begun < 2.0
     done.set()

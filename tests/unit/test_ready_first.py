@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.ahead import HeldEngines
 from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay
+from megarl.algorithms.rollout_source import WaitingBatches
 from megarl.algorithms.sampled_batch import Sampling, groups_of, load_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.deadlines import VALIDATE, Call
@@ -373,6 +374,20 @@ def test_a_checkpoint_has_what_waits_and_what_is_under_way(tmp_path: Path) -> No
     ]
     assert 3 in trained[:2] and sorted(trained) == [1, 3, 4, 5]
     assert sorted(again.begun)[:3] == [1, 4, 5]
+
+
+@pytest.mark.parametrize("arrived", [[2, 0], [2, 0, 3]], ids=["none waits", "one waits"])
+def test_another_schedule_does_not_lose_what_is_under_way(tmp_path: Path, arrived: list[int]) -> None:
+    engines = Engines()
+    ready = made(tmp_path, engines, Order(2, 2, 2, drops=False), None)
+    ready._fill(1, 0)
+    arrive(ready, engines, arrived)
+    ready.next(1)
+    (tmp_path / "checkpoint").mkdir()
+    ready.save(tmp_path / "checkpoint")
+    data: Any = Records()
+    with pytest.raises(UnusableCheckpointError, match=r"has 4 batches .*schedule: ready_first"):
+        WaitingBatches().load(tmp_path / "checkpoint", data)
 
 
 def test_an_environment_that_fails_ends_the_run(tmp_path: Path) -> None:

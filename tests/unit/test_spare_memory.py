@@ -38,6 +38,10 @@ def test_a_piece_is_used_again_if_it_is_large_enough_and_replaced_if_not() -> No
     spare.give(torch.empty(0))
     spare.give(torch.empty(3, device="meta"))
     assert not spare._pieces and spare.empty(0, torch.float32, CPU).shape == (0,)
+    # nothing takes no piece, which would not come back
+    spare.give(larger)
+    spare.give(spare.empty(0, torch.float32, CPU))
+    assert spare.empty(11, torch.float32, CPU).data_ptr() == larger.data_ptr()
 
 
 def arrivals(

@@ -28,6 +28,9 @@ class SpareMemory:
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[count], undefined: a spare piece that is large enough, or new memory in place of one that is
         not."""
+        if not count:
+            # of no piece, which could not be given back
+            return torch.empty(0, dtype=dtype, device=device)
         nbytes = count * dtype.itemsize
         for index, piece in enumerate(self._pieces):
             if piece.numel() >= nbytes and piece.device == device:

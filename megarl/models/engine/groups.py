@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.distributed.device import runtime
+from megarl.distributed.device import DeviceRuntime, runtime
 from megarl.errors import CheckpointError, MegarlError
 from megarl.models.engine.context import ContextShare
 
@@ -121,6 +121,18 @@ class ParallelGroups:
         box = [value]
         dist.broadcast_object_list(box, src=self.last_stage_global_rank, group=self.pipeline)
         return box[0]
+
+
+def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
+    """Give the ranks of a group the random-number state of its first one. A collective over the group.
+
+    Tensor-parallel ranks that compute the same activations have to drop the same values of them: else what
+    each of them has whole, activations and parameters, becomes another on every rank.
+    """
+    if dist.get_world_size(group) > 1:
+        box = [here.rng_state()]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        here.set_rng_state(box[0])
 
 
 @contextlib.contextmanager

@@ -94,6 +94,9 @@ class OffloadStates:
         for part in leaving:
             self._move(part, "host")
             self._there.remove(part)
+            if part in _ON_DEVICE[self.offload_state]:
+                # At once: a failure after it must not leave a state that claims what has gone.
+                self.offload_state = target
         for part in coming:
             self._move(part, "device")
             self._there.add(part)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from megarl.config.generation import GenerationConfig
@@ -27,6 +26,7 @@ from megarl.models.generation.interfaces import (
     RolloutEngine,
     Sampling,
 )
+from megarl.models.generation.sampling import seeds_of_call
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.stream import RequestStream
 from megarl.weight_sync.manifest import Manifest
@@ -381,10 +381,7 @@ class EngineGroup(RolloutEngine):
         self._check(needed)
         self._require_weights()
         if "sampling_seeds" not in needed:
-            # Philox, because it can start at any counter: the seeds of a call do not depend on earlier calls'
-            # sizes.
-            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._calls))
-            needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
+            needed["sampling_seeds"] = seeds_of_call(self._seed, self._calls, data.size)
         future = self.worker_group.run_all_workers_sharded_data(
             "generate",
             data=needed.deal(self._workers.engines, allow_uneven_shards=True),

@@ -25,6 +25,15 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def seeds_of_call(seed: int, call: int, rows: int) -> torch.Tensor:
+    """[rows] int64, seeds of a batch that brings none: a function of ``seed`` and of the number of the call,
+    whatever the sizes of earlier batches."""
+    # Philox can start at any counter. Its lowest word counts the numbers of one call: with the calls in it,
+    # each call would draw the numbers of the call before it again, four rows on.
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=call << 64))
+    return torch.from_numpy(generator.integers(0, 2**62, size=rows))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """The distribution that tokens are sampled from, and that training scores them by.

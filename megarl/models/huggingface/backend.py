@@ -27,7 +27,7 @@ from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.low_precision_adam import SUM
 from megarl.models.engine.microbatches import Shapes
@@ -104,6 +104,8 @@ class HuggingFaceBackend(ABC):
     _parameters: dict[str, nn.Parameter]
     # dimensions of each whole parameter by name, where this rank's part does not show them
     _dimensions: Mapping[str, int] | None = None
+    # whether tensor-parallel ranks have activations of their own between the layers that are divided
+    _sequence_parallel: bool = False
     _store: ParameterStore
 
     def __init__(
@@ -316,6 +318,9 @@ class HuggingFaceBackend(ABC):
         self._store.load_state(state)
         if optimizer is not None and trained is not None:
             loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
+            if not self._sequence_parallel:
+                # States are those of ranks, which in the layout that was saved may have been replicas.
+                share_random_state(self.runtime, self.groups.tensor)
             # Taken out again, or the optimizer would keep them among its hyperparameters.
             factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
             if self.loss_scale.dynamic and factor is not None:

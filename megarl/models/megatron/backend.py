@@ -36,7 +36,7 @@ from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.adapters import AdapterSettings
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
-from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.low_precision_adam import HOST
@@ -526,6 +526,9 @@ class MegatronBackend:
         self.parameters_changed()
         if optimizer is not None and trained is not None:
             checkpoint.load_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
+            if not self.policy["megatron_cfg"]["sequence_parallel"]:
+                # States are those of ranks, which in the layout that was saved may have been replicas.
+                share_random_state(self.runtime, self.groups.tensor)
 
     def close(self) -> None:
         """Destroy the parallel groups and take the redirection back."""

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from converters.checkpoint.source import open_source
 from megarl import env
@@ -42,6 +41,7 @@ from megarl.models.generation.interfaces import (
     GenerationOutputSpec,
     Sampling,
 )
+from megarl.models.generation.sampling import seeds_of_call
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import (
@@ -98,6 +98,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         check_collectives: compare every collective of a group of ranks before it begins, and name the ranks
             that differ; slow.
 
+    Attributes:
+        generate_calls: calls of ``generate`` that were answered.
+
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the cluster.
         MegarlError: a worker could not be made; none is left behind.
@@ -135,7 +138,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.tokenizer = tokenizer
         self.sharding_annotations = _sharding(config, cluster.world_size())
         self._seed = seed
-        self._generate_calls = 0
+        self.generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
         # A model that also sees has the sizes of its text one level down.
@@ -418,14 +421,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             {name: data[name] for name in GENERATION_INPUTS if name in data}
         )
         if "sampling_seeds" not in needed:
-            # By the number of the call: seeds do not depend on the sizes of earlier batches.
-            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
-            needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))
-        self._generate_calls += 1
+            needed["sampling_seeds"] = seeds_of_call(self._seed, self.generate_calls, data.size)
         options = {"greedy": greedy, **({} if sampling is None else {"sampling": sampling})}
         results = self._call_sharded(
             "generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options
         )
+        # a call that is made again samples what the one that failed would have
+        self.generate_calls += 1
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
             if missing:

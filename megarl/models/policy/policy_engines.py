@@ -141,13 +141,17 @@ class PolicyEngines(RolloutEngine):
             RefitError: the workers do not have the weights that were sent last.
             BatchError: the prompts cannot be used.
         """
-        if self._version is None:
-            raise RefitError("the workers that generate have no whole weights: refit them before they answer")
+        self._require_weights()
         return self._policy.generate(data, greedy, sampling=sampling)
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor]:
         """Log-probabilities of given tokens, for which copies of the model are one engine; see
-        ``RolloutEngine.score``."""
+        ``RolloutEngine.score``.
+
+        Raises:
+            RefitError: the workers do not have the weights that were sent last.
+        """
+        self._require_weights()
         self._policy.prepare_for_lp_inference()
         return [self._policy.get_logprobs(data)["logprobs"]]
 
@@ -176,12 +180,19 @@ class PolicyEngines(RolloutEngine):
         group."""
         self._version = None
         self.disconnect()
+        calls = self._policy.generate_calls
         self.shutdown()
         self._policy = self._make()
+        # else they would sample by the seeds of the first calls again
+        self._policy.generate_calls = calls
 
     def shutdown(self) -> bool:
         """End the workers; True when all ended cleanly. May be called more than once."""
         return self._policy.shutdown()
+
+    def _require_weights(self) -> None:
+        if self._version is None:
+            raise RefitError("the workers that generate have no whole weights: refit them before they answer")
 
     def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
         return self._policy.worker_group.run_all_workers_single_data(method, **options)
