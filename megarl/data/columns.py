@@ -14,6 +14,7 @@ from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set
 from megarl.data.messages import are_messages, as_messages, role_of
 from megarl.data.records import require_object, tools_of, value_of
 from megarl.data.rows import rows_of, source_name
+from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Kind(Enum):
 
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "problem", "question", "instruction", "query")
+_TEXTS = ("context", "passage", "article")
 _PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 _ANSWERS = ("completion", "response", "output", "answer", "solution")
 _FINAL_ANSWERS = ("answer", "ground_truth", "final_answer", "expected_answer", "target", "label")
@@ -85,6 +87,9 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     origin, row = _first_record(source, kind, skips_bad_records)
     readings = list(_readings(row, source, kind))
     columns = ", ".join(map(str, row))
+    faults = [_fault_of_reading(row, each, kind, origin) for each in readings]
+    if faults and all(faults):
+        raise DataError(f"{source_name(source)}: {faults[0]}")
     # Never guessed: training on the wrong column raises no error.
     if len(readings) > 1:
         texts = list[str]()
@@ -209,8 +214,9 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         )
         parts = [name, *(each for each in behind if isinstance(row.get(each), str | None) and each in row)]
         yield parts if len(parts) > 1 else name
-        if isinstance(row.get("context"), str) and "context" not in parts:
-            yield ["context", name]
+        for text in _TEXTS:
+            if isinstance(row.get(text), str) and text not in parts:
+                yield [text, name]
     for name in _CONVERSATIONS:
         roles = _roles(row.get(name))
         if roles and (kind is Kind.PAIRS or roles[-1] != "assistant"):
@@ -240,14 +246,18 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in found if row[name] is not None] or found
 
 
+def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
+    """Return what a reading leaves out of the prompt, or None."""
+    keys = fields_of_key(reading.get("prompt_key") or reading.get("messages_key") or reading["chosen_key"])
+    return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
+
+
 def _beside(
     row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
 ) -> Iterator[tuple[str, Any]]:
     """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's
     rewards."""
-    first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
-    has_system = isinstance(first, str) and _roles(value_of(row, first, origin))[:1] == ["system"]
-    if source.get("system_key") is None and not has_system:
+    if source.get("system_key") is None:
         # 0 for a field that is missing, so that it differs from one that holds null.
         systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
         yield from (("system_key", name) for name in systems[:1])

@@ -193,6 +193,11 @@ def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, 
             {"context": "c", "question": "a", "answer": "b"},
             ["prompt_key=[context,question]", "prompt_key=question "],
         ),
+        (
+            Kind.REFERENCES,
+            {"passage": "c", "question": "a", "answer": "b"},
+            ["prompt_key=[passage,question]", "prompt_key=question "],
+        ),
         (Kind.ANSWERS, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
         (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["(ask, say)", "messages_key"]),
         (
@@ -361,6 +366,65 @@ def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     row = {"m": turns("Hi", "Hello", system="Be kind."), "s": "Be brief."}
     with pytest.raises(RecordError, match=r"has a system message, and so has 's'"):
         load(write(tmp_path, [row]), messages_key="m", system_key="s")
+
+
+def test_a_system_message_beside_some_conversations_is_read(tmp_path: Path) -> None:
+    """The first record says its own, and stores it a second time; the others have theirs in the column."""
+    rows = [
+        {"system": "Be kind.", "messages": turns("Hi", "Hello", system="Be kind.")},
+        {"system": "Count.", "messages": turns("1+1?", "2")},
+        {"system": "", "messages": turns("Bye", "Bye!", system="Be brief.")},
+    ]
+    plain = [{"m": row["messages"]} for row in rows]
+    plain[1] = {"m": turns("1+1?", "2", system="Count.")}
+    found, source = load(write(tmp_path / "found", rows))
+    assert source["system_key"] == "system"
+    assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", plain), messages_key="m")[0])
+
+
+# columns that are not read, and without which the others mean something else
+
+UNREAD = TABLES["what is not read is refused where nobody has named the keys"]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), UNREAD)
+def test_a_column_that_changes_what_the_others_mean_is_refused(
+    tmp_path: Path, kind: str, row: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"{message}.*Fix: "):
+        load(write(tmp_path, [row]), Kind[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "keys"),
+    [
+        (Kind.REFERENCES, UNREAD[0][1], {"prompt_key": "question", "answer_key": "answer"}),
+        (Kind.ANSWERS, UNREAD[5][1], {"prompt_key": "prompt", "answer_key": "completion"}),
+        (Kind.REFERENCES, {"question": "A. Rome\nB. 20", "options": ["Rome", 20, ""], "answer": "B"}, {}),
+        (Kind.REFERENCES, {"question": "Sky?", "images": [], "options": None, "answer": "Blue"}, {}),
+        (Kind.ANSWERS, {"question": "What is <image>?", "image": "", "answer": "A tag."}, {}),
+        (Kind.ANSWERS, {"messages": turns("Hi", "Hello"), "label": 1, "chat_template_kwargs": None}, {}),
+    ],
+)
+def test_a_column_that_changes_nothing_is_no_fault(
+    tmp_path: Path, kind: Kind, row: Any, keys: dict[str, str]
+) -> None:
+    assert len(load(write(tmp_path, [row]), kind, **keys)[0]) == 1
+
+
+@pytest.mark.parametrize("kind", [Kind.ANSWERS, Kind.PAIRS])
+def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kind) -> None:
+    asked = [
+        {"prompt": "Sky?", "image": None},
+        {"prompt": "<image>\nWhat is it?", "image": "a.png"},
+    ]
+    rows = [{**row, "answer": "A", "chosen": "A", "rejected": "B"} for row in asked]
+    keys = {"prompt_key": "prompt"}
+    if kind is Kind.ANSWERS:
+        keys["answer_key"] = "answer"
+    file = write(tmp_path, rows)
+    with pytest.raises(RecordError, match=r"line 2.*<image> for what 'image' holds.*on_bad_record"):
+        load(file, kind, **keys)
 
 
 # CSV
