@@ -505,3 +505,43 @@ def test_a_directory_of_csv_files_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "d", [{"prompt": "a", "answer": "007"}], "csv")
     with pytest.raises(DataError, match=r"has CSV files.*Fix: give the path of each file"):
         load(file.parent, Kind.REFERENCES)
+
+
+@pytest.mark.parametrize(
+    ("answers", "keys"),
+    [
+        ([7, "08"], {}),
+        (["1e3", 7.5], {}),
+        (["2026-01-02", "2026-01-03"], {}),
+        ([{"final": 7}, {"final": "08"}], {"answer_key": "answer.final"}),
+        ([[7], ["08"]], {"answer_key": "answer[0]"}),
+    ],
+)
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_a_directory_whose_texts_the_library_changes_is_refused(
+    tmp_path: Path, answers: list[Any], keys: dict[str, str], form: str
+) -> None:
+    rows = [{"question": "How many?", "answer": answer, "unread": answer} for answer in answers]
+    directory = tmp_path / "set"
+    directory.mkdir()
+    if form == "lines":
+        (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        (directory / "train.json").write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=r"'answer' holds texts.*Fix: give the path of each file"):
+        load(directory, Kind.REFERENCES, prompt_key="question", **{"answer_key": "answer", **keys})
+    if form == "lines":
+        found, _ = load(
+            directory / "train.jsonl",
+            Kind.REFERENCES,
+            prompt_key="question",
+            **{"answer_key": "answer", **keys},
+        )
+        assert [each.answer for each in found.examples][1] in ("08", "7.5", "2026-01-03")
+
+
+def test_a_directory_of_texts_that_are_numbers_keeps_them(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "answer": text, "meta": mixed} for text, mixed in (("007", 1), ("1e3", "a"))]
+    write(tmp_path / "set", rows)
+    found, _ = load(tmp_path / "set", Kind.REFERENCES)
+    assert [each.answer for each in found.examples] == ["007", "1e3"]
