@@ -263,6 +263,8 @@ def _beside(
         yield from (("system_key", name) for name in systems[:1])
     if source.get("tools_key") is None:
         tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
+        # sets in Hermes' form have the tools in the text of the system message too
+        tools = [] if _system_lists_tools(row, found, origin) else tools
         yield from (("tools_key", name) for name in tools[:1])
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
         extra = [
@@ -272,6 +274,15 @@ def _beside(
         ]
         if extra:
             yield "extra_keys", extra
+
+
+def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
+    """Return True if the system message of a record has a list of tools as text."""
+    first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
+    messages = as_messages(value_of(row, first, origin), first, origin) if isinstance(first, str) else None
+    systems: list[Any] = [row.get(name) for name in _SYSTEMS]
+    systems += [each.get("content") for each in messages[:1]] if messages and are_messages(messages) else []
+    return any(isinstance(text, str) and "<tools>" in text for text in systems)
 
 
 def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:

@@ -382,6 +382,25 @@ def test_a_system_message_beside_some_conversations_is_read(tmp_path: Path) -> N
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", plain), messages_key="m")[0])
 
 
+@pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "hermes"])
+def test_hermes_text_of_tools_and_results_is_written_once(tmp_path: Path, template: str) -> None:
+    """Its system message lists the tools of the column beside it, and results have their marks."""
+    asked = turns("How warm is Rome?", system=f"You may call <tools>{json.dumps(TOOL)}</tools>")[:2]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    result = "<tool_response>\n{}\n</tool_response>"
+    messages = [*asked, {"role": "assistant", "content": call}]
+    messages += [{"role": "tool", "content": result.format('{"degrees": 20}')}, WARM]
+    two = [*messages[:3], {"role": "tool", "content": "\n".join([result.format("20"), result.format("30")])}]
+    rows = [{"messages": each, "tools": json.dumps(TOOLS)} for each in (messages, [*two, WARM])]
+    found, source = load(write(tmp_path, rows), template=template)
+    tokenizer = tokenizer_of(template)
+    texts = [tokenizer.decode([*each.prompt_ids, *each.answer_ids]) for each in found.examples]
+    assert "tools_key" not in source
+    assert [text.count("weather") for text in texts] == [2, 2]
+    assert [text.count("<tool_response>") for text in texts] == [1, 2]
+    assert "<tool_response>\n20\n</tool_response>\n<tool_response>\n30\n</tool_response>" in texts[1]
+
+
 # columns that are not read, and without which the others mean something else
 
 UNREAD = TABLES["what is not read is refused where nobody has named the keys"]
