@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
 from megarl.data.messages import are_messages, as_messages, role_of
 from megarl.data.records import require_object, tools_of, value_of
-from megarl.data.rows import rows_of, source_name
+from megarl.data.rows import Row, rows_of, source_name
 from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
 
@@ -83,6 +84,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         DataError: no columns have the usual names, or they can be read in several ways; says what to write.
     """
     if _is_complete(source, kind):
+        _warn_of_unread(source)
         return
     origin, row = _first_record(source, kind, skips_bad_records)
     readings = list(_readings(row, source, kind))
@@ -127,6 +129,27 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
         return all(source.get(key) is not None for key in PAIR_KEYS)
     has_both = source.get("prompt_key") is not None and source.get("answer_key") is not None
     return has_both or source.get("messages_key") is not None or set_module(source) is not None
+
+
+def _warn_of_unread(source: DataSource) -> None:
+    """Warn of tools and a system message that the first record of a file has and no key names."""
+    if "path" not in source or set_module(source) is not None:
+        return
+    none: Row = ("", {})
+    origin, row = next((each for each in rows_of(source) if isinstance(each[1], Mapping)), none)
+    given = [value for key, value in source.items() if key in ("messages_key", "prompt_key", "chosen_key")]
+    [first] = [key for key in given if isinstance(key, str) and key in row][:1] or [""]
+    for key, name in _beside(row, source, {"prompt_key": first or []}, origin):
+        is_said = key == "system_key" and _roles(row.get(first))[:1] == ["system"]
+        if not is_said and row[name] not in (None, "", "[]", []):
+            logger.warning(
+                "%s: its records have %s in %r that no key names, so that the model never sees them. Set %s "
+                "where it should",
+                source_name(source),
+                _MEANING[key],
+                name,
+                key,
+            )
 
 
 def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
@@ -237,7 +260,13 @@ def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
             names = _present(row, together)
             yield names if len(names) > 1 else names[0]
     # a worked solution beside its final answer is no reference
-    yield from _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS)
+    for name in _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
+        # the function that the tests of a row call (DeepCoder)
+        yield [name, "metadata"] if name in _TESTS and _names_function(row.get("metadata")) else name
+
+
+def _names_function(metadata: Any) -> bool:
+    return isinstance(metadata, str | Mapping) and "func_name" in metadata
 
 
 def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -279,9 +308,12 @@ def _beside(
 def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
     """Return True if the system message of a record has a list of tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
-    messages = as_messages(value_of(row, first, origin), first, origin) if isinstance(first, str) else None
     systems: list[Any] = [row.get(name) for name in _SYSTEMS]
-    systems += [each.get("content") for each in messages[:1]] if messages and are_messages(messages) else []
+    # whoever reads the record says what is wrong with it
+    with contextlib.suppress(RecordError):
+        stored = value_of(row, first, origin) if isinstance(first, str) else None
+        messages = as_messages(stored, "", origin)
+        systems += [each.get("content") for each in messages[:1]] if are_messages(messages) else []
     return any(isinstance(text, str) and "<tools>" in text for text in systems)
 
 

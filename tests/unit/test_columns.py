@@ -382,6 +382,26 @@ def test_a_system_message_beside_some_conversations_is_read(tmp_path: Path) -> N
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", plain), messages_key="m")[0])
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "names"),
+    [
+        ({"tools": TOOLS}, {}, ["tools_key"]),
+        ({"system": "Be kind.", "tools": json.dumps(TOOLS)}, {}, ["system_key", "tools_key"]),
+        ({"functions": [TOOL]}, {"tools_key": "functions"}, []),
+        ({"system": "", "tools": None}, {}, []),
+        ({"system": "Tools: <tools></tools>", "tools": TOOLS}, {"system_key": "system"}, []),
+        ({"system": "Be kind.", "messages": turns("Hi", "Hello", system="Be brief.")}, {}, []),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "tools": TOOLS}, {}, ["tools_key"]),
+    ],
+)
+def test_tools_that_no_given_key_names_are_warned_of(
+    tmp_path: Path, row: Any, keys: dict[str, str], names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path, [{"messages": turns("Hi", "Hello"), **row}])
+    complete_source({"path": str(file), "messages_key": "messages", **keys}, Kind.ANSWERS)
+    assert [name for name in ("system_key", "tools_key") if f"Set {name}" in caplog.text] == names
+
+
 @pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "hermes"])
 def test_hermes_text_of_tools_and_results_is_written_once(tmp_path: Path, template: str) -> None:
     """Its system message lists the tools of the column beside it, and results have their marks."""
