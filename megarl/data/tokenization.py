@@ -99,7 +99,7 @@ def _refuse_plain_text(template: str) -> None:
         raise ModelError(
             f"policy.tokenizer.chat_template = {template[:80]!r} is no Jinja template: it would write this "
             "text for any messages. Fix: write the text of the template, or put its file as "
-            "chat_template.jinja beside the tokenizer's"
+            "chat_template.jinja into the directory of the tokenizer"
         )
 
 

@@ -31,9 +31,9 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
             f"{media!r} holds what is no text, and only text is read. Fix: take data of text alone; where "
             "the text is meant without it, name prompt_key and answer_key, or messages_key"
         )
-    said = "\n".join(_texts(list(prompts)))
+    written = "\n".join(_texts(list(prompts)))
     for name in _CHOICES:
-        missing = next((text for text in _texts(row.get(name)) if text.strip() not in said), None)
+        missing = next((text for text in _texts(row.get(name)) if text.strip() not in written), None)
         if missing is not None:
             return (
                 f"{name!r} holds choices that the prompt does not have, such as {missing[:40]!r}. Fix: write "

@@ -404,7 +404,7 @@ def test_tools_that_no_given_key_names_are_warned_of(
 
 @pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "hermes"])
 def test_hermes_text_of_tools_and_results_is_written_once(tmp_path: Path, template: str) -> None:
-    """Its system message lists the tools of the column beside it, and results have their marks."""
+    """Its system message lists the tools of the column too, and results have their marks."""
     asked = turns("How warm is Rome?", system=f"You may call <tools>{json.dumps(TOOL)}</tools>")[:2]
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     result = "<tool_response>\n{}\n</tool_response>"

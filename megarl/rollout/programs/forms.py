@@ -111,7 +111,7 @@ def _are_named_arguments(given: str) -> bool:
         return False
     if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
         return False
-    # of JSON, beside Python's literals
+    # Python's literals, and JSON's
     names = ("null", "true", "false")
     parts = [part for each in call.keywords for part in ast.walk(each.value)]
     return all(isinstance(part, _LITERALS) or getattr(part, "id", "") in names for part in parts)
