@@ -3,6 +3,7 @@ values of templates."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,8 +34,10 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
         )
     written = "\n".join(_texts(list(prompts)))
     for name in _CHOICES:
-        missing = next((text for text in _texts(row.get(name)) if text.strip() not in written), None)
-        if missing is not None:
+        choices = list(_texts(_of_json(row.get(name))))
+        missing = next((text for text in choices if text.strip() not in written), None)
+        # one alone is a setting
+        if missing is not None and len(choices) > 1:
             return (
                 f"{name!r} holds choices that the prompt does not have, such as {missing[:40]!r}. Fix: write "
                 "them into the prompt, as 'A. ...', and the letter as the answer; for open questions name "
@@ -71,6 +74,14 @@ def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> N
 
 def _media_of(row: Mapping[str, Any]) -> str | None:
     return next((name for name in _MEDIA if row.get(name)), None)
+
+
+def _of_json(value: Any) -> Any:
+    """Return what a text holds as JSON; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -438,8 +438,10 @@ def test_a_column_that_changes_what_the_others_mean_is_refused(
     ("kind", "row", "keys"),
     [
         (Kind.REFERENCES, UNREAD[0][1], {"prompt_key": "question", "answer_key": "answer"}),
-        (Kind.ANSWERS, UNREAD[5][1], {"prompt_key": "prompt", "answer_key": "completion"}),
+        (Kind.ANSWERS, UNREAD[6][1], {"prompt_key": "prompt", "answer_key": "completion"}),
         (Kind.REFERENCES, {"question": "A. Rome\nB. 20", "options": ["Rome", 20, ""], "answer": "B"}, {}),
+        (Kind.REFERENCES, {"question": "A. Rome B. Oslo", "choices": '["Rome", "Oslo"]', "answer": "B"}, {}),
+        (Kind.ANSWERS, {"question": "Sky?", "options": {"temperature": 0.7}, "answer": "Blue"}, {}),
         (Kind.REFERENCES, {"question": "Sky?", "images": [], "options": None, "answer": "Blue"}, {}),
         (Kind.ANSWERS, {"question": "What is <image>?", "image": "", "answer": "A tag."}, {}),
         (Kind.ANSWERS, {"messages": turns("Hi", "Hello"), "label": 1, "chat_template_kwargs": None}, {}),
