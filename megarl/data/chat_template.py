@@ -37,6 +37,7 @@ tools."""
 
 # The function by which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
+_WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Letters and digits that no template writes by itself, trims or escapes.
@@ -188,7 +189,11 @@ class ChatTemplate:
         return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
 
     def _with_calls(self, message: ChatMessage, origin: str) -> ChatMessage:
-        """Return a message whose tool calls have the form that the template writes."""
+        """Return a message whose tool calls and results have the form that the template writes."""
+        if message["role"] == "tool" and "<tool_response>" in self.text:
+            # data in Hermes' form have marks that the template would write a second time
+            wrapped = _WRAPPED_RESULT.fullmatch(str(message.get("content")))
+            return message if wrapped is None else {**message, "content": wrapped[1]}
         calls = message.get("tool_calls")
         if not calls:
             return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
 from megarl.data.messages import are_messages, as_messages, role_of
 from megarl.data.records import require_object, tools_of, value_of
-from megarl.data.rows import rows_of, source_name
+from megarl.data.rows import Row, rows_of, source_name
+from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Kind(Enum):
 
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "problem", "question", "instruction", "query")
+_TEXTS = ("context", "passage", "article")
 _PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 _ANSWERS = ("completion", "response", "output", "answer", "solution")
 _FINAL_ANSWERS = ("answer", "ground_truth", "final_answer", "expected_answer", "target", "label")
@@ -81,10 +84,14 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         DataError: no columns have the usual names, or they can be read in several ways; says what to write.
     """
     if _is_complete(source, kind):
+        _warn_of_unread(source)
         return
     origin, row = _first_record(source, kind, skips_bad_records)
     readings = list(_readings(row, source, kind))
     columns = ", ".join(map(str, row))
+    faults = [_fault_of_reading(row, each, kind, origin) for each in readings]
+    if faults and all(faults):
+        raise DataError(f"{source_name(source)}: {faults[0]}")
     # Never guessed: training on the wrong column raises no error.
     if len(readings) > 1:
         texts = list[str]()
@@ -122,6 +129,27 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
         return all(source.get(key) is not None for key in PAIR_KEYS)
     has_both = source.get("prompt_key") is not None and source.get("answer_key") is not None
     return has_both or source.get("messages_key") is not None or set_module(source) is not None
+
+
+def _warn_of_unread(source: DataSource) -> None:
+    """Warn of tools and a system message that the first record of a file has and no key names."""
+    if "path" not in source or set_module(source) is not None:
+        return
+    none: Row = ("", {})
+    origin, row = next((each for each in rows_of(source) if isinstance(each[1], Mapping)), none)
+    given = [value for key, value in source.items() if key in ("messages_key", "prompt_key", "chosen_key")]
+    [first] = [key for key in given if isinstance(key, str) and key in row][:1] or [""]
+    for key, name in _beside(row, source, {"prompt_key": first or []}, origin):
+        is_said = key == "system_key" and _roles(row.get(first))[:1] == ["system"]
+        if not is_said and row[name] not in (None, "", "[]", []):
+            logger.warning(
+                "%s: its records have %s in %r that no key names, so that the model never sees them. Set %s "
+                "where it should",
+                source_name(source),
+                _MEANING[key],
+                name,
+                key,
+            )
 
 
 def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
@@ -209,8 +237,9 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         )
         parts = [name, *(each for each in behind if isinstance(row.get(each), str | None) and each in row)]
         yield parts if len(parts) > 1 else name
-        if isinstance(row.get("context"), str) and "context" not in parts:
-            yield ["context", name]
+        for text in _TEXTS:
+            if isinstance(row.get(text), str) and text not in parts:
+                yield [text, name]
     for name in _CONVERSATIONS:
         roles = _roles(row.get(name))
         if roles and (kind is Kind.PAIRS or roles[-1] != "assistant"):
@@ -231,7 +260,13 @@ def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
             names = _present(row, together)
             yield names if len(names) > 1 else names[0]
     # a worked solution beside its final answer is no reference
-    yield from _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS)
+    for name in _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
+        # the function that the tests of a row call (DeepCoder)
+        yield [name, "metadata"] if name in _TESTS and _names_function(row.get("metadata")) else name
+
+
+def _names_function(metadata: Any) -> bool:
+    return isinstance(metadata, str | Mapping) and "func_name" in metadata
 
 
 def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -240,19 +275,25 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in found if row[name] is not None] or found
 
 
+def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
+    """Return what a reading leaves out of the prompt, or None."""
+    keys = fields_of_key(reading.get("prompt_key") or reading.get("messages_key") or reading["chosen_key"])
+    return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
+
+
 def _beside(
     row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
 ) -> Iterator[tuple[str, Any]]:
     """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's
     rewards."""
-    first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
-    has_system = isinstance(first, str) and _roles(value_of(row, first, origin))[:1] == ["system"]
-    if source.get("system_key") is None and not has_system:
+    if source.get("system_key") is None:
         # 0 for a field that is missing, so that it differs from one that holds null.
         systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
         yield from (("system_key", name) for name in systems[:1])
     if source.get("tools_key") is None:
         tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
+        # sets in Hermes' form have the tools in the text of the system message too
+        tools = [] if _system_lists_tools(row, found, origin) else tools
         yield from (("tools_key", name) for name in tools[:1])
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
         extra = [
@@ -262,6 +303,18 @@ def _beside(
         ]
         if extra:
             yield "extra_keys", extra
+
+
+def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
+    """Return True if the system message of a record has a list of tools as text."""
+    first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
+    systems: list[Any] = [row.get(name) for name in _SYSTEMS]
+    # whoever reads the record says what is wrong with it
+    with contextlib.suppress(RecordError):
+        stored = value_of(row, first, origin) if isinstance(first, str) else None
+        messages = as_messages(stored, "", origin)
+        systems += [each.get("content") for each in messages[:1]] if are_messages(messages) else []
+    return any(isinstance(text, str) and "<tools>" in text for text in systems)
 
 
 def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megarl.config.data_sources import fields_of_key, key_steps
 from megarl.data.messages import advice_for_text, are_messages, as_messages, as_prompt, messages_in_json
 from megarl.data.rows import AS_LINES, NamedSet, Row, is_table, named_set, rows_of, source_name, value_at
+from megarl.data.unread_columns import refuse_media
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
     for origin, row in rows_of(source):
         try:
             record = _with_system(_record(row, source, known, origin), row, source)
+            refuse_media(row, texts_of(record.prompt), origin)
             if source.get("extra_keys"):
                 record = replace(record, fields=_fields(row, source, origin))
         except RecordError as error:
@@ -192,6 +194,7 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
         _with_system(_answered_record(row, key, source, origin), row, source)
         for key in (source["chosen_key"], source["rejected_key"])
     )
+    refuse_media(row, texts_of(chosen.prompt), origin)
     if _without_weights(chosen.prompt) != _without_weights(rejected.prompt):
         raise RecordError(
             f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their "
@@ -208,10 +211,14 @@ def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> 
     value = None if key is None else value_of(row, key, record.origin)
     if key is None or value is None or value == "":
         return record
-    if record.has_system or (not isinstance(record.prompt, str) and record.prompt[0]["role"] in _SYSTEM):
+    first = None if isinstance(record.prompt, str) else record.prompt[0]
+    if first is not None and (record.has_system or first["role"] in _SYSTEM):
+        # some sets store the system message of a conversation a second time
+        if first.get("content") == value:
+            return record
         raise RecordError(
             f"{record.origin}: the conversation has a system message, and so has {key!r}. Fix: remove one "
-            "of them, or system_key"
+            "of them, or name messages_key and no system_key"
         )
     return replace(record, system=text_of(value, key, record.origin))
 

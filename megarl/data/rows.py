@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConversionError
 from converters.files.reading import DEEPEST, check_depth, first_special, special_kind
-from megarl.config.data_sources import set_module
+from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, key_steps, set_module
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
 """Characters that a line of a data file may have: more than the four million tokens of any context are."""
 _NAMING = "such as prompt_key, answer_key or messages_key"
+_NAMING_FIELDS = frozenset({*FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 AS_LINES = "; jq -c '.[]' makes lines of one list"
 _IN_ONE_LINE = "; jq -c . makes a line of each object"
@@ -305,13 +307,44 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
     own = source.get("subset")
     # a folder of a user's own has no subsets
     subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
-    return [
+    found = [
         (
             f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]",
             _load(place, subset, split),
         )
         for subset in subsets
     ]
+    if Path(place).is_dir():
+        for _, loaded in found:
+            _refuse_guesses(loaded, source, known)
+    return found
+
+
+def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None) -> None:
+    """Refuse JSON files of a directory if the library changes a field that is read.
+
+    Of a field with texts in some records and numbers in others it makes the number 8 of the text 08, and 1000
+    of 1e3; of one whose texts all look like dates it makes dates."""
+    if loaded.info.builder_name != "json":
+        return
+    keys: list[Any] = [value for key, value in source.items() if key in _NAMING_FIELDS and value is not None]
+    keys += [known.prompt_key, known.answer_key] if known is not None else []
+    for key in itertools.chain.from_iterable(map(fields_of_key, keys)):
+        column = key if key in loaded.features else (key_steps(key) or (key,))[0]
+        if _is_guessed(loaded.features.get(column)):
+            raise DataError(
+                f"{source_name(source)}: {column!r} holds texts in some records and something else in "
+                "others, or texts that look like dates, and the library that reads directories changes them "
+                "(08 becomes 8). Fix: give the path of each file, as a list of sources"
+            )
+
+
+def _is_guessed(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_is_guessed, feature.values()))
+    if hasattr(feature, "feature"):
+        return _is_guessed(feature.feature)
+    return type(feature).__name__ == "Json" or str(getattr(feature, "dtype", "")).startswith("timestamp")
 
 
 def _load(place: str, subset: str | None, split: str) -> Any:

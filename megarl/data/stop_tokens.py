@@ -73,6 +73,9 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
 
 def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
     ends = content.get("eos_token_id")
+    # of a model that also sees, the section of its text has the end
+    if ends is None and isinstance(content.get("text_config"), dict):
+        ends = content["text_config"].get("eos_token_id")
     yield from (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 

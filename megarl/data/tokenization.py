@@ -28,6 +28,8 @@ Prompt = str | Sequence[ChatMessage]
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Characters of the beginning by which a text is found to be too long."""
 
+_ALL_KEPT = "a  b\n\tc"
+
 
 def long_text(limit: int) -> int:
     """Characters above which the beginning of a text is looked at before the whole, where it may have
@@ -48,7 +50,8 @@ def get_tokenizer(
         trust_remote_code: run tokenizer code that comes with the model.
 
     Raises:
-        ModelError: there is no tokenizer under that name, or it has no end-of-sequence token.
+        ModelError: there is no tokenizer under that name, it has no end-of-sequence token, or the chat
+            template is none.
     """
     from transformers import AutoTokenizer
 
@@ -62,6 +65,7 @@ def get_tokenizer(
         raise ModelError(
             f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}"
         ) from error
+    tokenizer = _as_its_file_says(tokenizer, name)
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
         # of a directory without a tokenizer's files, transformers makes one that knows no token
         raise ModelError(
@@ -81,11 +85,53 @@ def get_tokenizer(
     if template is None:
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     elif template != "default":
+        _refuse_plain_text(template)
         tokenizer.chat_template = template
     elif not tokenizer.chat_template:
         logger.info("tokenizer %s has no chat template; messages are joined as they are", name)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     return tokenizer
+
+
+def _refuse_plain_text(template: str) -> None:
+    """Refuse a chat template that writes the same text for all messages, such as the path of a file."""
+    if "{{" not in template and "{%" not in template:
+        raise ModelError(
+            f"policy.tokenizer.chat_template = {template[:80]!r} is no Jinja template: it would write this "
+            "text for any messages. Fix: write the text of the template, or put its file as "
+            "chat_template.jinja into the directory of the tokenizer"
+        )
+
+
+def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that keeps the spaces and lines of a text, if ``tokenizer.json`` does.
+
+    transformers 5 builds the class that ``tokenizer_config.json`` names around the vocabulary alone. Many of
+    DeepSeek's models name Llama's class, which looks for SentencePiece's mark of a space in a byte-level
+    vocabulary, finds none, and silently drops every space."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not tokenizer.is_fast or _keeps_all(tokenizer):
+        return tokenizer
+    try:
+        plain = PreTrainedTokenizerFast.from_pretrained(name)
+    # there is no tokenizer.json: nothing says that the text is to be kept
+    except (OSError, ValueError):
+        return tokenizer
+    if not _keeps_all(plain):
+        return tokenizer
+    logger.warning(
+        "tokenizer %s: %s, which its tokenizer_config.json names, drops spaces that its tokenizer.json "
+        "keeps; tokenizer.json is used as it is",
+        name,
+        type(tokenizer).__name__,
+    )
+    return plain
+
+
+def _keeps_all(tokenizer: PreTrainedTokenizerBase) -> bool:
+    ids = tokenizer(_ALL_KEPT, add_special_tokens=False)["input_ids"]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False) == _ALL_KEPT
 
 
 def _refuse_special_files(name: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
+from megarl.data.records import Doubt
 from megarl.errors import DeadlineError
 from megarl.rollout.answers import gsm8k_answer
 from megarl.rollout.mathematics_answers import boxed_answer, outside_thoughts, stated_answer
@@ -34,6 +35,9 @@ _PLAIN = re.compile(
 )
 # Characters at the end of a response without a box in which the library looks for an expression.
 _LONGEST_ENDING = 20_000
+
+# What NuminaMath and its like have in place of an answer.
+_NO_ANSWERS = frozenset({"proof", "notfound"})
 
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
@@ -87,13 +91,22 @@ def math_answer(response: str) -> str | None:
     return _as_text(boxed) if boxed else gsm8k_answer(response, "flexible")
 
 
-def fault_of_reference(answer: str) -> str | None:
-    """Return why nothing can be compared with this reference answer; None where it can."""
+def fault_of_reference(answer: str) -> str | Doubt | None:
+    """Return why nothing can be compared with this reference answer, or a doubt about it; None where it
+    can."""
     try:
         with _time_limit(CHECK_SECONDS):
-            return None if _parsed(answer) else "no mathematical expression can be read from it"
+            found = bool(_parsed(answer))
     except JudgementTimeoutError:
         return f"it could not be read within {CHECK_SECONDS:g} s"
+    return doubt_of_reference(answer) if found else "no mathematical expression can be read from it"
+
+
+def doubt_of_reference(answer: str) -> Doubt | None:
+    """Return the doubt about a reference that says that there is no final answer; None about any other."""
+    if "".join(answer.split()).lower() not in _NO_ANSWERS:
+        return None
+    return Doubt(f"{answer!r} is no answer, and a response that repeats it is right: leave such problems out")
 
 
 def _reference(answer: str) -> str:

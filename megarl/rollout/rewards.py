@@ -167,7 +167,7 @@ def _math(math_verify_impl: str = "hf_math_verify") -> Reward:
     if math_verify_impl == "dapo_math_verify":
         return Reward(
             lambda task: answers.dapo_match(task.response, task.answer),
-            answers.fault_of_text,
+            lambda answer: answers.fault_of_text(answer) or mathematics.doubt_of_reference(answer),
             final_answer=answers.dapo_answer,
         )
     return Reward(

@@ -193,6 +193,11 @@ def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, 
             {"context": "c", "question": "a", "answer": "b"},
             ["prompt_key=[context,question]", "prompt_key=question "],
         ),
+        (
+            Kind.REFERENCES,
+            {"passage": "c", "question": "a", "answer": "b"},
+            ["prompt_key=[passage,question]", "prompt_key=question "],
+        ),
         (Kind.ANSWERS, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
         (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["(ask, say)", "messages_key"]),
         (
@@ -363,6 +368,106 @@ def test_two_system_messages_are_refused(tmp_path: Path) -> None:
         load(write(tmp_path, [row]), messages_key="m", system_key="s")
 
 
+def test_a_system_message_beside_some_conversations_is_read(tmp_path: Path) -> None:
+    """The first record says its own, and stores it a second time; the others have theirs in the column."""
+    rows = [
+        {"system": "Be kind.", "messages": turns("Hi", "Hello", system="Be kind.")},
+        {"system": "Count.", "messages": turns("1+1?", "2")},
+        {"system": "", "messages": turns("Bye", "Bye!", system="Be brief.")},
+    ]
+    plain = [{"m": row["messages"]} for row in rows]
+    plain[1] = {"m": turns("1+1?", "2", system="Count.")}
+    found, source = load(write(tmp_path / "found", rows))
+    assert source["system_key"] == "system"
+    assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", plain), messages_key="m")[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "names"),
+    [
+        ({"tools": TOOLS}, {}, ["tools_key"]),
+        ({"system": "Be kind.", "tools": json.dumps(TOOLS)}, {}, ["system_key", "tools_key"]),
+        ({"functions": [TOOL]}, {"tools_key": "functions"}, []),
+        ({"system": "", "tools": None}, {}, []),
+        ({"system": "Tools: <tools></tools>", "tools": TOOLS}, {"system_key": "system"}, []),
+        ({"system": "Be kind.", "messages": turns("Hi", "Hello", system="Be brief.")}, {}, []),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "tools": TOOLS}, {}, ["tools_key"]),
+    ],
+)
+def test_tools_that_no_given_key_names_are_warned_of(
+    tmp_path: Path, row: Any, keys: dict[str, str], names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path, [{"messages": turns("Hi", "Hello"), **row}])
+    complete_source({"path": str(file), "messages_key": "messages", **keys}, Kind.ANSWERS)
+    assert [name for name in ("system_key", "tools_key") if f"Set {name}" in caplog.text] == names
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "hermes"])
+def test_hermes_text_of_tools_and_results_is_written_once(tmp_path: Path, template: str) -> None:
+    """Its system message lists the tools of the column too, and results have their marks."""
+    asked = turns("How warm is Rome?", system=f"You may call <tools>{json.dumps(TOOL)}</tools>")[:2]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    result = "<tool_response>\n{}\n</tool_response>"
+    messages = [*asked, {"role": "assistant", "content": call}]
+    messages += [{"role": "tool", "content": result.format('{"degrees": 20}')}, WARM]
+    two = [*messages[:3], {"role": "tool", "content": "\n".join([result.format("20"), result.format("30")])}]
+    rows = [{"messages": each, "tools": json.dumps(TOOLS)} for each in (messages, [*two, WARM])]
+    found, source = load(write(tmp_path, rows), template=template)
+    tokenizer = tokenizer_of(template)
+    texts = [tokenizer.decode([*each.prompt_ids, *each.answer_ids]) for each in found.examples]
+    assert "tools_key" not in source
+    assert [text.count("weather") for text in texts] == [2, 2]
+    assert [text.count("<tool_response>") for text in texts] == [1, 2]
+    assert "<tool_response>\n20\n</tool_response>\n<tool_response>\n30\n</tool_response>" in texts[1]
+
+
+# columns that are not read, and without which the others mean something else
+
+UNREAD = TABLES["what is not read is refused where nobody has named the keys"]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), UNREAD)
+def test_a_column_that_changes_what_the_others_mean_is_refused(
+    tmp_path: Path, kind: str, row: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"{message}.*Fix: "):
+        load(write(tmp_path, [row]), Kind[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "keys"),
+    [
+        (Kind.REFERENCES, UNREAD[0][1], {"prompt_key": "question", "answer_key": "answer"}),
+        (Kind.ANSWERS, UNREAD[6][1], {"prompt_key": "prompt", "answer_key": "completion"}),
+        (Kind.REFERENCES, {"question": "A. Rome\nB. 20", "options": ["Rome", 20, ""], "answer": "B"}, {}),
+        (Kind.REFERENCES, {"question": "A. Rome B. Oslo", "choices": '["Rome", "Oslo"]', "answer": "B"}, {}),
+        (Kind.ANSWERS, {"question": "Sky?", "options": {"temperature": 0.7}, "answer": "Blue"}, {}),
+        (Kind.REFERENCES, {"question": "Sky?", "images": [], "options": None, "answer": "Blue"}, {}),
+        (Kind.ANSWERS, {"question": "What is <image>?", "image": "", "answer": "A tag."}, {}),
+        (Kind.ANSWERS, {"messages": turns("Hi", "Hello"), "label": 1, "chat_template_kwargs": None}, {}),
+    ],
+)
+def test_a_column_that_changes_nothing_is_no_fault(
+    tmp_path: Path, kind: Kind, row: Any, keys: dict[str, str]
+) -> None:
+    assert len(load(write(tmp_path, [row]), kind, **keys)[0]) == 1
+
+
+@pytest.mark.parametrize("kind", [Kind.ANSWERS, Kind.PAIRS])
+def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kind) -> None:
+    asked = [
+        {"prompt": "Sky?", "image": None},
+        {"prompt": "<image>\nWhat is it?", "image": "a.png"},
+    ]
+    rows = [{**row, "answer": "A", "chosen": "A", "rejected": "B"} for row in asked]
+    keys = {"prompt_key": "prompt"}
+    if kind is Kind.ANSWERS:
+        keys["answer_key"] = "answer"
+    file = write(tmp_path, rows)
+    with pytest.raises(RecordError, match=r"line 2.*<image> for what 'image' holds.*on_bad_record"):
+        load(file, kind, **keys)
+
+
 # CSV
 
 
@@ -441,3 +546,43 @@ def test_a_directory_of_csv_files_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "d", [{"prompt": "a", "answer": "007"}], "csv")
     with pytest.raises(DataError, match=r"has CSV files.*Fix: give the path of each file"):
         load(file.parent, Kind.REFERENCES)
+
+
+@pytest.mark.parametrize(
+    ("answers", "keys"),
+    [
+        ([7, "08"], {}),
+        (["1e3", 7.5], {}),
+        (["2026-01-02", "2026-01-03"], {}),
+        ([{"final": 7}, {"final": "08"}], {"answer_key": "answer.final"}),
+        ([[7], ["08"]], {"answer_key": "answer[0]"}),
+    ],
+)
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_a_directory_whose_texts_the_library_changes_is_refused(
+    tmp_path: Path, answers: list[Any], keys: dict[str, str], form: str
+) -> None:
+    rows = [{"question": "How many?", "answer": answer, "unread": answer} for answer in answers]
+    directory = tmp_path / "set"
+    directory.mkdir()
+    if form == "lines":
+        (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        (directory / "train.json").write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=r"'answer' holds texts.*Fix: give the path of each file"):
+        load(directory, Kind.REFERENCES, prompt_key="question", **{"answer_key": "answer", **keys})
+    if form == "lines":
+        found, _ = load(
+            directory / "train.jsonl",
+            Kind.REFERENCES,
+            prompt_key="question",
+            **{"answer_key": "answer", **keys},
+        )
+        assert [each.answer for each in found.examples][1] in ("08", "7.5", "2026-01-03")
+
+
+def test_a_directory_of_texts_that_are_numbers_keeps_them(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "answer": text, "meta": mixed} for text, mixed in (("007", 1), ("1e3", "a"))]
+    write(tmp_path / "set", rows)
+    found, _ = load(tmp_path / "set", Kind.REFERENCES)
+    assert [each.answer for each in found.examples] == ["007", "1e3"]

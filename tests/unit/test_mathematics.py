@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.records import Doubt
 from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 from megarl.rollout.mathematics_statements import agree
 from megarl.rollout.programs import fault_of_tests
+from megarl.rollout.rewards import RewardSpec, get_reward
 from tests.tables import DATA
 from tests.tiers import sampled
 
@@ -236,6 +238,17 @@ def test_a_reference_that_marks_its_mathematics_is_taken_as_it_is(reference: str
 @pytest.mark.parametrize("reference", ["", "  ", "}", r"\text{}", "$"])
 def test_a_reference_that_says_nothing_is_found(reference: str) -> None:
     assert fault_of_reference(reference) == "no mathematical expression can be read from it"
+
+
+@pytest.mark.parametrize("options", [{}, {"math_verify_impl": "dapo_math_verify"}])
+def test_a_reference_without_an_answer_is_doubted(options: dict[str, str]) -> None:
+    """NuminaMath writes proof for problems that ask for one; a response that says so would be right."""
+    find = get_reward(RewardSpec("math", options)).fault_of_reference
+    assert find is not None
+    for reference in ("proof", "notfound", " Not found"):
+        found = find(reference)
+        assert isinstance(found, Doubt) and "leave such problems out" in found.why
+    assert find("proofs") is None and find("0") is None
 
 
 @pytest.mark.parametrize("bomb", [r"\boxed{100000000!}", r"\boxed{999^{99999999}}", r"\boxed{9^{9^{9^{9}}}}"])

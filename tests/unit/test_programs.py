@@ -228,6 +228,11 @@ def test_the_last_block_that_is_marked_as_python_is_the_program(response: str, p
     assert (found if found is None else found.strip()) == program
 
 
+@pytest.mark.parametrize("given", ["", "3", "x = 3\n4", "n = m", "y = x + 1, z = 2", "f(a = 3)", "a=1, 2"])
+def test_inputs_that_are_no_arguments_by_name_are_read(given: str) -> None:
+    assert fault_of_tests(json.dumps([{"input": given, "output": "1"}])) is None
+
+
 @pytest.mark.parametrize(
     ("tests", "fault"),
     TABLES["references that hold no tests are found"],

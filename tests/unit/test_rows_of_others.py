@@ -215,6 +215,17 @@ def test_stop_tokens_of_a_base_model_have_the_end_of_its_chat_template() -> None
     assert stop_tokens_of(tokenizer, None) == {ends[0]: ["tokenizer"], ends[1]: ["chat template"]}
 
 
+def test_stop_tokens_of_a_model_that_sees_are_those_of_its_text(tmp_path: Path) -> None:
+    """Qwen3.5's config.json has the end of texts in its text section alone."""
+    tokenizer = tokenizer_of("qwen3.5")
+    text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert text != tokenizer.eos_token_id
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": text}}))
+    assert stop_tokens_of(tokenizer, str(tmp_path))[text] == ["config.json"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": None}))
+    assert text not in stop_tokens_of(tokenizer, str(tmp_path))
+
+
 # records that cannot be used
 
 BROKEN = TABLES["broken"]

@@ -14,6 +14,7 @@ from megarl.data.datasets import Reading, load_dataset
 from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
 from megarl.errors import DataError, ModelError
 from megarl.rollout.mathematics import fault_of_reference
+from tests.templates import tokenizer_of
 
 WORDS = [
     "<pad>",
@@ -172,3 +173,36 @@ def test_answers_that_no_reward_can_compare_are_refused_with_their_places(tmp_pa
     with pytest.raises(DataError, match=expected):
         load_dataset(source, Reading(config, tokenizer, False, fault_of_reference))
     assert len(load_dataset(source, Reading(config, tokenizer, False))) == 9
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "LlamaTokenizer"])
+def test_a_byte_level_tokenizer_that_names_llamas_class_keeps_its_spaces(tmp_path: Path, named: str) -> None:
+    """As DeepSeek-R1-Distill-Llama, DeepSeek-R1-0528-Qwen3 and deepseek-coder are published."""
+    tokenizer_of("deepseek-r1").save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": named}))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = "def f(x):\n    return x  + 1\n"
+    loaded = get_tokenizer({"name": str(tmp_path)})
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False)
+    assert loaded(text, add_special_tokens=False)["input_ids"] == expected.ids
+    assert loaded.decode(expected.ids) == text
+    own = tokenizer_of("deepseek-r1")
+    assert (loaded.chat_template, loaded.eos_token) == (own.chat_template, own.eos_token)
+    # the files of an exported model give the same tokens again
+    loaded.save_pretrained(tmp_path / "exported")
+    again = get_tokenizer({"name": str(tmp_path / "exported")})
+    assert again(text, add_special_tokens=False)["input_ids"] == expected.ids
+
+
+def test_a_tokenizer_without_spaces_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = get_tokenizer({"name": save_tokenizer(tmp_path)})
+    assert words(loaded("two  plus", add_special_tokens=False)["input_ids"]) == "two plus"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["templates/qwen.jinja", "chatml", ""])
+def test_a_chat_template_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    """A path, as vLLM and TRL take it, would be the whole prompt of every record."""
+    with pytest.raises(ModelError, match=r"no Jinja template.*Fix: write the text"):
+        get_tokenizer({"name": save_tokenizer(tmp_path), "chat_template": text})

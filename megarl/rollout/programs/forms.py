@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import pickletools
@@ -17,6 +18,8 @@ _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tes
 _STATEMENTS = ("test_list", "challenge_test_list")
 # Beginnings of base64 of zlib, whose first byte is 0x78.
 _PACKED = re.compile(r"\s*e[AFJN]")
+_BEGINS_BY_NAME = re.compile(r"\s*[A-Za-z_]\w* ?= ?\S")
+_LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
 _PICKLE = b"\x80"
 _TEXTS_OF_PICKLES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _FRAMES_OF_PICKLES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
@@ -88,7 +91,30 @@ def tests_of(answer: str) -> tuple[Test, ...]:
     tests = tuple(_tests_in(given, {}))
     if not tests:
         raise ValueError("it holds no test")
+    if all(_are_named_arguments(test.given) for test in tests):
+        raise ValueError(
+            f"its inputs are arguments by name ({tests[0].given.strip()[:40]!r}), which a program would get "
+            "as text: store {'fn_name': ..., 'inputs': [[...]], 'outputs': [...]}, or assert statements"
+        )
     return tests
+
+
+def _are_named_arguments(given: str) -> bool:
+    """Return whether an input is written as LeetCode shows examples: ``nums = [3, 3], target = 6``.
+
+    As standard input it would let no solution pass."""
+    if not _BEGINS_BY_NAME.match(given):
+        return False
+    try:
+        call = ast.parse(f"f({given.strip()})", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
+        return False
+    # Python's literals, and JSON's
+    names = ("null", "true", "false")
+    parts = [part for each in call.keywords for part in ast.walk(each.value)]
+    return all(isinstance(part, _LITERALS) or getattr(part, "id", "") in names for part in parts)
 
 
 def _parsed(value: Any, what: str) -> Any:

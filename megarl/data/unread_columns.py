@@ -1,0 +1,99 @@
+"""Columns that prompts and answers make no sense without, and that are not read: choices, pictures, labels,
+values of templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.errors import RecordError
+
+_CHOICES = ("choices", "options")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_PLACE_OF_MEDIA = re.compile(r"<(?:image|video|audio)(?:[ _]?\d+)?>")
+
+
+def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: bool) -> str | None:
+    """Return what a record has in columns that the keys found in it do not read, and what to do; None for
+    nothing that matters.
+
+    Nobody has named those keys: whoever does says that the prompts and answers are meant without the rest.
+
+    Args:
+        row: the first record of a source.
+        prompts: the values of the prompt's fields.
+        learns: the answers are learned.
+    """
+    media = _media_of(row)
+    if media is not None:
+        return (
+            f"{media!r} holds what is no text, and only text is read. Fix: take data of text alone; where "
+            "the text is meant without it, name prompt_key and answer_key, or messages_key"
+        )
+    written = "\n".join(_texts(list(prompts)))
+    for name in _CHOICES:
+        choices = list(_texts(_of_json(row.get(name))))
+        missing = next((text for text in choices if text.strip() not in written), None)
+        # one alone is a setting
+        if missing is not None and len(choices) > 1:
+            return (
+                f"{name!r} holds choices that the prompt does not have, such as {missing[:40]!r}. Fix: write "
+                "them into the prompt, as 'A. ...', and the letter as the answer; for open questions name "
+                "prompt_key and answer_key"
+            )
+    if learns and isinstance(row.get("label"), bool):
+        return (
+            "'label' says which answers are good ones, and all of them would be learned. Fix: keep the "
+            "records whose label is true, without that column, or name prompt_key and answer_key"
+        )
+    if row.get("chat_template_kwargs"):
+        return (
+            "'chat_template_kwargs' has values of the chat template for each record, and only those of a run "
+            "are read. Fix: name messages_key, or prompt_key and answer_key, and write the values of all "
+            "records into policy.tokenizer.chat_template_kwargs"
+        )
+    return None
+
+
+def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> None:
+    """Refuse a record whose text has the place of a picture or a sound that a column holds.
+
+    Raises:
+        RecordError: it has.
+    """
+    media = _media_of(row)
+    found = None if media is None else next(filter(None, map(_PLACE_OF_MEDIA.search, texts)), None)
+    if found is not None:
+        raise RecordError(
+            f"{origin}: its text has {found[0]} for what {media!r} holds, and only text is read. Fix: take "
+            "data of text alone, or leave such records out with data.on_bad_record=skip"
+        )
+
+
+def _media_of(row: Mapping[str, Any]) -> str | None:
+    return next((name for name in _MEDIA if row.get(name)), None)
+
+
+def _of_json(value: Any) -> Any:
+    """Return what a text holds as JSON; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, at any depth; letters that name choices (``label``, ``key``) are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in ("label", "key"):
+                yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
