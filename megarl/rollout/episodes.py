@@ -15,12 +15,13 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 
+from megarl.algorithms.advantages import PART
 from megarl.distributed.token_rows import TokenRows
 from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.models.generation.stream import Completion, Request, RequestStream
@@ -104,6 +105,7 @@ class Episode:
         truncated: its last response met a length limit.
         reason: why it ended; None while it goes on.
         last: the environment's answer to its last turn, and the row of it.
+        parts: of the rewards, by name, each summed over turns as the rewards are; None where it is not known.
         response: text of the last response.
         history: the conversation as the chat template writes it, where that may be other tokens than before;
             from the first observation on.
@@ -121,6 +123,7 @@ class Episode:
     truncated: bool = False
     reason: StopReason | None = None
     last: tuple[EnvironmentReturn, int] | None = None
+    parts: dict[str, float | None] = field(default_factory=dict)
     response: str = ""
     history: History | None = None
     stop_strings: Sequence[str] | None = None
@@ -489,6 +492,13 @@ class EpisodeRunner:
         episode.masked |= masked
         # Added: a judge of whole conversations comes after the rewards of the turns.
         episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
+        for name, values in said.parts.items():
+            value = None if values[row] is None else number_of(values[row])
+            if value is not None:
+                value += episode.parts.get(name) or 0.0
+            elif not masked:
+                value = episode.parts.get(name)
+            episode.parts[name] = value
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -630,6 +640,15 @@ def _check_figures(said: EnvironmentReturn) -> None:
             raise BatchError(
                 f"the environment returned the metric {name!r} = {repr(value)[:80]}. Fix: return a number "
                 "under a text"
+            )
+    named = {f"{PART}{name}": values for name, values in said.parts.items()}
+    if len(said.accuracies):
+        named["accuracy"] = said.accuracies
+    for name, values in named.items():
+        if len(values) != len(said.rewards):
+            raise BatchError(
+                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} "
+                "responses. Fix: return one a response"
             )
     for accuracy in said.accuracies:
         if accuracy is not None and number_of(accuracy) is None:

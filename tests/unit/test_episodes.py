@@ -461,6 +461,14 @@ def test_numbers_of_any_library_are_read() -> None:
     assert rollouts.samples["accuracy"].tolist() == [1.0, 1.0] and rollouts.metrics["calls"] == 4
 
 
+def test_parts_of_rewards_are_summed_over_turns_too() -> None:
+    """As the rewards are that they are parts of; an environment with a name is such a part."""
+    rollouts, *_ = collected([1, 3], NamedEnvironments({"only": MessageEnvironment(Counting, SECTION)}), 1)
+    assert rollouts.samples["turns"].tolist() == [1, 3]
+    assert rollouts.samples["reward"].tolist() == [1 / 8, 6 / 8]
+    assert rollouts.samples["reward/only"].tolist() == [1 / 8, 6 / 8]
+
+
 def test_half_characters_of_an_observation_are_replaced() -> None:
     """JSON can write half of a surrogate pair, which no tokenizer reads; both halves are a character."""
 
