@@ -13,7 +13,7 @@ from converters.files.hashing import hash_of
 from megarl.errors import UnusableCheckpointError
 
 if TYPE_CHECKING:
-    from megarl.data.datasets import Dataset
+    from megarl.data.datasets import Dataset, Example
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.rollout.collector import Rollouts
 
@@ -82,8 +82,11 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     path = _path_of(place, number)
     # Cloned, because safetensors refuses tensors that share memory.
     save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
+    numbers: dict[int, int] = {}
     told = {
         "records": [record.index for record in batch.rollouts.records],
+        # rows of one prompt share an object, by which samples are numbered; a step may have a record twice
+        "prompts": [numbers.setdefault(id(record), len(numbers)) for record in batch.rollouts.records],
         "columns": list(samples),
         "others": {name: value for name, value in samples.items() if not isinstance(value, torch.Tensor)},
         "metrics": dict(batch.rollouts.metrics),
@@ -177,7 +180,12 @@ def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
     earlier = {
         name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)
     }
-    rollouts = Rollouts(
-        samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None
-    )
+    records = data.select(told["records"])
+    prompts: dict[int, Example] = {}
+    # batches of earlier versions do not say which rows share a prompt
+    shared = [
+        prompts.setdefault(number, record)
+        for number, record in zip(told.get("prompts", range(len(records))), records, strict=True)
+    ]
+    rollouts = Rollouts(samples, shared, told["metrics"], BatchedDataDict(earlier) if earlier else None)
     return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])

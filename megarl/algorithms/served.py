@@ -114,16 +114,19 @@ class ServedCheck:
             self._batch = batch
 
     def check(self) -> None:
-        """Compare; both have the same version now. Nothing is done before the first batch.
+        """Compare; both have the same version now. Before the first batch there is nothing to score, and only
+        weights are compared.
 
         Raises:
             MismatchError: the engines do not compute with the policy's weights, and ``on_difference`` is
                 ``stop``.
         """
         self.metrics = {}
-        if self._batch is None or not self._count:
+        if not self._count:
             return
-        fault = self._fault_of_weights() or self._fault_of_scores(self._batch)
+        fault = self._fault_of_weights()
+        if fault is None and self._batch is not None:
+            fault = self._fault_of_scores(self._batch)
         if fault is None:
             return
         message = (

@@ -27,7 +27,7 @@ from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import RequestStream, Waves
 from megarl.observe.step_line import EPISODES
 from megarl.observe.timing import GENERATION, Sequences
-from megarl.rollout.environment import CUT, Environment, EnvironmentReturn, StopReason
+from megarl.rollout.environment import CUT, Environment, StopReason
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
 from megarl.rollout.trajectory import Segment, batch_of, token_rewards
 
@@ -413,20 +413,16 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
 
 def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
     """``accuracy`` and ``reward/NAME``, [B] float32 each, as far as the environment gives them; NaN in other
-    rows.
-
-    Raises:
-        BatchError: they do not fit the responses.
-    """
+    rows."""
     columns: dict[str, list[float]] = {}
-    answers: dict[int, dict[str, Sequence[float | None]]] = {}
     for place, episode in enumerate(episodes):
         if episode.last is None:
             continue
         said, row = episode.last
-        if id(said) not in answers:
-            answers[id(said)] = _named_numbers(said)
-        for name, values in answers[id(said)].items():
+        found = {f"{PART}{name}": value for name, value in episode.parts.items()}
+        if len(said.accuracies):
+            found["accuracy"] = said.accuracies[row]
+        for name, value in found.items():
             if name not in columns:
                 # where some environments say how right a response is, the reward says it for the others
                 columns[name] = (
@@ -434,23 +430,8 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
                     if name == "accuracy"
                     else [np.nan] * len(episodes)
                 )
-            value = values[row]
             columns[name][place] = np.nan if value is None else float(value)
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
-
-
-def _named_numbers(said: EnvironmentReturn) -> dict[str, Sequence[float | None]]:
-    """The accuracies and the parts of the rewards of an answer of the environment."""
-    named = {f"{PART}{name}": values for name, values in said.parts.items()}
-    if len(said.accuracies):
-        named["accuracy"] = said.accuracies
-    for name, values in named.items():
-        if len(values) != len(said.rewards):
-            raise BatchError(
-                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} "
-                "responses. Fix: return one a response"
-            )
-    return named
 
 
 def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:

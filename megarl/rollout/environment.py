@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -129,6 +131,18 @@ class Environment(Protocol):
     def close(self) -> None:
         """Give back what the environment holds."""
         ...
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number of Python, NumPy or torch as a float, or None if the value is none."""
+    if type(value) is float:
+        return value
+    try:
+        # an array or a tensor of one element
+        plain = value.item() if hasattr(value, "item") else value
+        return float(plain) if isinstance(plain, Real | Decimal) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 def environment_name(record: Any) -> str | None:

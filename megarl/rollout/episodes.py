@@ -15,18 +15,18 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from numbers import Number
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 
+from megarl.algorithms.advantages import PART
 from megarl.distributed.token_rows import TokenRows
 from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.observe.timing import GENERATION
-from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn
+from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn, number_of
 from megarl.rollout.environments import environment_of
 from megarl.rollout.samples import seed_of_turn
 from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
@@ -59,6 +59,8 @@ _NEEDED = ("rewards", "terminated", "masked")
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
 
 _columns_of = operator.attrgetter(*_COLUMNS)
+
+_REASONS = (None, *StopReason)
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
@@ -103,6 +105,7 @@ class Episode:
         truncated: its last response met a length limit.
         reason: why it ended; None while it goes on.
         last: the environment's answer to its last turn, and the row of it.
+        parts: of the rewards, by name, each summed over turns as the rewards are; None where it is not known.
         response: text of the last response.
         history: the conversation as the chat template writes it, where that may be other tokens than before;
             from the first observation on.
@@ -120,6 +123,7 @@ class Episode:
     truncated: bool = False
     reason: StopReason | None = None
     last: tuple[EnvironmentReturn, int] | None = None
+    parts: dict[str, float | None] = field(default_factory=dict)
     response: str = ""
     history: History | None = None
     stop_strings: Sequence[str] | None = None
@@ -488,6 +492,13 @@ class EpisodeRunner:
         episode.masked |= masked
         # Added: a judge of whole conversations comes after the rewards of the turns.
         episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
+        for name, values in said.parts.items():
+            value = None if values[row] is None else number_of(values[row])
+            if value is not None:
+                value += episode.parts.get(name) or 0.0
+            elif not masked:
+                value = episode.parts.get(name)
+            episode.parts[name] = value
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -542,11 +553,14 @@ class EpisodeRunner:
 def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
     """An observation as messages: a text is what the user says.
 
+    Halves of surrogate pairs, which JSON of a tool or of a call may have and no tokenizer reads, become
+    U+FFFD.
+
     Raises:
         BatchError: it is nothing of the kind.
     """
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        return [{"role": "user", "content": _whole_characters(observation)}]
     found = [observation] if isinstance(observation, Mapping) else observation
     right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
     if not right or not all(
@@ -557,7 +571,28 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
             "text, a message with role and "
             "content, or a list of messages; or terminated = True"
         )
-    return cast("Sequence[Mapping[str, Any]]", found)
+    return cast("Sequence[Mapping[str, Any]]", _whole_characters(found))
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        # both halves of a pair are one character
+        return (
+            value
+            if _is_encodable(value)
+            else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
+    if isinstance(value, Mapping):
+        return {_whole_characters(key): _whole_characters(inner) for key, inner in value.items()}
+    return [_whole_characters(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_answer(said: EnvironmentReturn, rows: int) -> None:
@@ -585,20 +620,53 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
     for value in said.masked:
         if value is not False and not isinstance(value, bool | np.bool_):
             raise BatchError(f"the environment returned masked = {value!r}. Fix: return True or False")
+    for reason in said.reasons:
+        if reason not in _REASONS:
+            raise BatchError(
+                f"the environment returned the reason {reason!r}. Fix: return None, or one of "
+                f"{', '.join(StopReason)}"
+            )
+    _check_figures(said)
+
+
+def _check_figures(said: EnvironmentReturn) -> None:
+    """Refuse metrics and accuracies that are no numbers."""
+    if not isinstance(said.metrics, Mapping):
+        raise BatchError(
+            f"the environment returned the metrics {repr(said.metrics)[:80]}. Fix: return names and numbers"
+        )
+    for name, value in said.metrics.items():
+        if not isinstance(name, str) or number_of(value) is None:
+            raise BatchError(
+                f"the environment returned the metric {name!r} = {repr(value)[:80]}. Fix: return a number "
+                "under a text"
+            )
+    named = {f"{PART}{name}": values for name, values in said.parts.items()}
+    if len(said.accuracies):
+        named["accuracy"] = said.accuracies
+    for name, values in named.items():
+        if len(values) != len(said.rewards):
+            raise BatchError(
+                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} "
+                "responses. Fix: return one a response"
+            )
+    for accuracy in said.accuracies:
+        if accuracy is not None and number_of(accuracy) is None:
+            raise BatchError(
+                f"the environment returned the accuracy {repr(accuracy)[:80]}. Fix: return a number from 0 "
+                "to 1, or None where it is not known"
+            )
 
 
 def _reward(value: Any, masked: bool) -> float:
     if value is None and masked:
         return 0.0
-    if type(value) is float and abs(value) <= _LARGEST:
-        return value
-    if isinstance(value, Number | np.number | torch.Tensor) and not isinstance(value, complex):
-        number = float(cast("float", value))
-        if abs(number) <= _LARGEST:
-            return number
+    number = number_of(value)
+    if number is not None and abs(number) <= _LARGEST:
+        return number
     raise BatchError(
-        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = "
-        "True where there is no reward"
+        f"the environment returned the reward {repr(value)[:80]}. Fix: return a finite number, or None and "
+        "masked = True where there is no reward"
     )
 
 

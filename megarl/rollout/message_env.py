@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvConfig
-from megarl.errors import MegarlError
-from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
+from megarl.errors import BatchError, MegarlError
+from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn, number_of
 from megarl.rollout.tools.parsers import BadCallError, parser_of
 
 if TYPE_CHECKING:
@@ -225,14 +225,29 @@ def _answer(
     counts: Mapping[str, float],
     truncated: bool = False,
 ) -> EnvironmentReturn:
+    name = f"{type(conversation).__name__}.step"
     if not isinstance(step, Step):
-        raise TypeError(
-            f"{type(conversation).__name__}.step returned a {type(step).__name__}. Fix: return a Step"
+        raise BatchError(f"{name} returned a {type(step).__name__}. Fix: return a Step")
+    accuracy = 0.0 if step.accuracy is None else number_of(step.accuracy)
+    if accuracy is None or not 0 <= accuracy <= 1:
+        raise BatchError(
+            f"{name} returned accuracy = {repr(step.accuracy)[:80]}. Fix: return a number from 0 to 1, or "
+            "None"
         )
-    done = step.done or truncated
+    if not isinstance(step.metrics, Mapping):
+        raise BatchError(
+            f"{name} returned metrics = {repr(step.metrics)[:80]}. Fix: return names and numbers, or {{}}"
+        )
+    try:
+        ended = bool(step.done)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(
+            f"{name} returned done = {repr(step.done)[:80]}. Fix: return True or False"
+        ) from error
+    done = ended or truncated
     return EnvironmentReturn(
         [step.reward],
-        [step.done],
+        [ended],
         [False],
         [None if done else step.messages],
         [conversation],

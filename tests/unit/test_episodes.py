@@ -416,10 +416,72 @@ def test_an_error_may_end_a_conversation() -> None:
 
 
 def test_answers_that_are_none_are_named() -> None:
-    with pytest.raises(TypeError, match=r"Odd\.step returned a int\. Fix: return a Step"):
+    with pytest.raises(BatchError, match=r"Odd\.step returned a int\. Fix: return a Step"):
         odd("wrong")
-    with pytest.raises(TypeError, match=r"returned a NoneType"):
+    with pytest.raises(BatchError, match=r"returned a NoneType"):
         odd("none")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ({"reward": torch.ones(2)}, r"the reward tensor\(\[1., 1.\]\). Fix: return a finite number"),
+        ({"reward": 10**400}, r"the reward 1000\d+\. Fix"),
+        ({"done": np.array([True, False])}, r"Saying\.step returned done = array.*Fix: return True or False"),
+        ({"accuracy": 7}, r"Saying\.step returned accuracy = 7\. Fix: return a number from 0 to 1, or None"),
+        ({"accuracy": float("nan")}, r"returned accuracy = nan"),
+        ({"accuracy": "good"}, r"returned accuracy = 'good'"),
+        ({"metrics": None}, r"Saying\.step returned metrics = None\. Fix: return names and numbers"),
+        ({"metrics": {"calls": "two"}}, r"the metric 'calls' = 'two'\. Fix: return a number under a text"),
+        ({"metrics": {3: 1.0}}, r"the metric 3 = 1\.0"),
+        ({"reason": "won"}, r"the reason 'won'\. Fix: return None, or one of done, length"),
+    ],
+)
+def test_fields_of_a_step_that_cannot_be_read_are_named(step: dict[str, Any], message: str) -> None:
+    class Saying(MessageEnv):
+        def step(self, _: Any) -> Step:
+            return Step("More.", **{"done": True, **step})
+
+    with pytest.raises(BatchError, match=message):
+        collected([1, 1], MessageEnvironment(Saying, SECTION))
+
+
+def test_numbers_of_any_library_are_read() -> None:
+    class Counted(MessageEnv):
+        def step(self, _: Any) -> Step:
+            return Step(
+                reward=torch.tensor(0.5),  # type: ignore[arg-type]
+                accuracy=np.float32(1.0),  # type: ignore[arg-type]
+                done=np.bool_(True),  # type: ignore[arg-type]
+                metrics={"calls": np.int64(2), "seconds": torch.tensor([0.25])},  # type: ignore[dict-item]
+            )
+
+    rollouts, *_ = collected([1, 1], MessageEnvironment(Counted, SECTION), 1)
+    assert rollouts.samples["reward"].tolist() == [0.5, 0.5] and rollouts.samples["turns"].tolist() == [1, 1]
+    assert rollouts.samples["accuracy"].tolist() == [1.0, 1.0] and rollouts.metrics["calls"] == 4
+
+
+def test_parts_of_rewards_are_summed_over_turns_too() -> None:
+    """As the rewards are that they are parts of; an environment with a name is such a part."""
+    rollouts, *_ = collected([1, 3], NamedEnvironments({"only": MessageEnvironment(Counting, SECTION)}), 1)
+    assert rollouts.samples["turns"].tolist() == [1, 3]
+    assert rollouts.samples["reward"].tolist() == [1 / 8, 6 / 8]
+    assert rollouts.samples["reward/only"].tolist() == [1 / 8, 6 / 8]
+
+
+def test_half_characters_of_an_observation_are_replaced() -> None:
+    """JSON can write half of a surrogate pair, which no tokenizer reads; both halves are a character."""
+
+    class Halves(MessageEnv):
+        def step(self, _: Any) -> Step:
+            if not hasattr(self, "said"):
+                self.said = True
+                return Step([{"role": "user", "content": "<a \ud800 b \ud83d\ude00"}])
+            raise ValueError("\udfff")
+
+    rollouts, *_ = collected([1], MessageEnvironment(Halves, SECTION), 1, turns=3)
+    text = tokenizer_of("qwen2.5").decode(rollouts.samples["input_ids"][0].tolist())
+    assert "<a \ufffd b \U0001f600<" in text and "Error: ValueError: \ufffd<" in text
 
 
 @pytest.mark.usefixtures("hanging")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -278,6 +280,17 @@ def test_batches_that_wait_are_in_a_checkpoint(tmp_path: Path) -> None:
             )
         assert (after.judged is after.rollouts.samples) == (step == 12)
         assert torch.equal(after.judged["reward"][:1], before.judged["reward"][:1])
+
+
+def test_rows_of_one_prompt_share_their_record_behind_a_checkpoint(tmp_path: Path) -> None:
+    """Samples are numbered by prompt and answer so; a step that has a record twice has two prompts."""
+    first, other, again = (SimpleNamespace(index=place) for place in (7, 3, 7))
+    before = batch(3, judged=False)
+    records: Any = [first, first, other, other, again, again]
+    save_batches(tmp_path, {3: replace(before, rollouts=replace(before.rollouts, records=records))})
+    found = load_batches(tmp_path, Records())[3].rollouts.records  # type: ignore[arg-type]
+    assert [record.index for record in found] == [7, 7, 3, 3, 7, 7]
+    assert [one is other for one, other in pairwise(found)] == [True, False, True, False, True]
 
 
 def test_a_checkpoint_without_batches_has_none(tmp_path: Path) -> None:

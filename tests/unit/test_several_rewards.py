@@ -21,7 +21,7 @@ from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.rollout import collector
 from megarl.rollout.environment import EnvironmentReturn, Turn
 from megarl.rollout.environments import find_faults, make_environment
-from megarl.rollout.episodes import Episode
+from megarl.rollout.episodes import Episode, check_answer
 from megarl.rollout.rewards import RewardSpec, get_reward, overlong_penalty
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.trajectory import Segment
@@ -318,7 +318,10 @@ def samples_of(*rewards: float) -> BatchedDataDict[Any]:
 
 
 def answered(result: EnvironmentReturn, row: int) -> Episode:
-    return Episode(Example(row, (), (), ""), [Segment(np.empty(0, np.int64))], last=(result, row))
+    parts = {name: values[row] for name, values in result.parts.items()}
+    return Episode(
+        Example(row, (), (), ""), [Segment(np.empty(0, np.int64))], last=(result, row), parts=parts
+    )
 
 
 def test_parts_and_accuracies_become_columns_and_means() -> None:
@@ -344,9 +347,7 @@ def test_parts_and_accuracies_become_columns_and_means() -> None:
         0.5,
     ]
     with pytest.raises(BatchError, match=r"returned 1 numbers of reward/a for 3 responses"):
-        collector._further_columns(
-            [answered(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 0)]
-        )
+        check_answer(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 3)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = read_table("several_rewards.yaml")["wrong"]

@@ -210,6 +210,31 @@ def test_search_finds_what_fits_best(tmp_path: Path) -> None:
         DocumentIndex(str(tmp_path / "none"), "env.tools.search.documents")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a \\ud800"}', r"line 2 has \\ud800, which is half of a surrogate pair"),
+        ('{"text": ', "line 2 is no JSON: Expecting value"),
+        ('{"context": {"title": ["a"], "sentences": [3]}}', "line 2 has a context that is no list of titles"),
+        ('{"context": {"title": 3, "sentences": []}}', "line 2 has a context that is no list of titles"),
+        (
+            '{"context": {"title": [], "sentences": [["x"]]}}',
+            "line 2 has a context that is no list of titles",
+        ),
+    ],
+)
+def test_documents_that_cannot_be_read_are_named_by_their_line(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=message):
+        DocumentIndex(str(path), "env.tools.search.documents")
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="it has no documents"):
+        DocumentIndex(str(path), "env.tools.search.documents")
+
+
 def test_the_paragraphs_of_a_named_set_are_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows in its published form, from a file or by its name; each paragraph once."""
     rows = [json.loads(line) for line in HOTPOT.read_text().splitlines()]
@@ -344,6 +369,14 @@ def test_python_keeps_its_variables_and_says_what_went_wrong() -> None:
         with pytest.raises(ValueError, match="ended the interpreter"):
             python("import os; os._exit(0)")
         assert python("1") == "1\n"
+        # names of its own do not stand in for what the interpreter itself calls
+        for own in (
+            "def eval(x): return 5",
+            "def print(*_): pass",
+            "compile = globals = repr = isinstance = 0",
+        ):
+            assert python(own) == "" and python("1 + 1") == "2\n"
+        assert python("BaseException = int") == "" and "ZeroDivisionError" in python("1/0")
     finally:
         python.close()
 
@@ -444,6 +477,14 @@ def test_what_is_wrong_with_a_call_is_told_or_ends_it() -> None:
             and samples["reward"].tolist() == [0.0]
             and not samples["masked"].any()
         )
+
+
+def test_half_a_character_in_a_call_ends_no_run() -> None:
+    """The policy may write it in the JSON of a call, in a name that it is told of."""
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"\\ud800": 1}}\n</tool_call>'
+    samples, shown, metrics = conversed([call, "42"])
+    assert "calculator takes expression, not \ufffd\n" in shown[1] and samples["reward"].tolist() == [1.0]
+    assert metrics["bad_tool_calls"] == 1
 
 
 def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:

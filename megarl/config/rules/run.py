@@ -422,11 +422,15 @@ def _extra_keys(source: DataSource) -> list[str]:
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:
-    """An environment of another kind is one at an import path."""
+    """An environment of another kind is one at an import path; one with tools has turns behind calls."""
+    turns = f"{view.algorithm.section()}.max_rollout_turns"
     for section_key, section in _environments(view):
         key, name = f"{section_key}.environment", section.get("environment", SINGLE_TURN)
         if name == TOOLS:
             yield from faults_of_tools(section, section_key)
+            if view.get(turns, 1) == 1:
+                bound = f"{key} is {TOOLS}, and what a tool answers is read in a turn behind the call"
+                yield Violation(turns, 1, bound, "write 2 or more, as many as a conversation may have")
         elif section.get("tools"):
             yield Violation(
                 f"{section_key}.tools",

@@ -32,22 +32,24 @@ _START_SECONDS = 60.0
 # Seconds after which a conversation's interpreter ends, whatever happens to the run.
 _LONGEST_LIFE = 3600.0
 
-# The program that runs code, in the sandbox: nothing that it says is believed beyond being text.
+# The program that runs code, in the sandbox: nothing that it says is believed beyond being text. Its built-in
+# functions are looked up in their module: code may define an ``eval`` or ``print`` of its own.
 _HOST = """
 def megarl_cell(text):
-    import ast, contextlib, io, traceback
+    import ast, builtins, contextlib, io, traceback
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             tree = ast.parse(text, "code.py")
-            ends_in_value = tree.body and isinstance(tree.body[-1], ast.Expr)
+            ends_in_value = tree.body and builtins.isinstance(tree.body[-1], ast.Expr)
             last = ast.Expression(tree.body.pop().value) if ends_in_value else None
-            exec(compile(tree, "code.py", "exec"), globals())
-            value = None if last is None else eval(compile(last, "code.py", "eval"), globals())
+            names = builtins.globals()
+            builtins.exec(builtins.compile(tree, "code.py", "exec"), names)
+            value = None if last is None else builtins.eval(builtins.compile(last, "code.py", "eval"), names)
             if value is not None:
-                print(repr(value))
-        except BaseException as error:
-            print("".join(traceback.format_exception_only(error)).strip())
+                builtins.print(builtins.repr(value))
+        except builtins.BaseException as error:
+            builtins.print("".join(traceback.format_exception_only(error)).strip())
     return out.getvalue()
 """
 

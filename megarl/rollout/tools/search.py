@@ -46,6 +46,10 @@ class DocumentIndex:
             raise ConfigError(
                 [Violation(key, path, str(error), "give JSON lines, each an object with a text")]
             ) from error
+        if not rows:
+            raise ConfigError(
+                [Violation(key, path, "it has no documents", "give JSON lines, an object a document")]
+            )
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
 
     def search(self, query: str, count: int = 3) -> str:
@@ -78,14 +82,35 @@ def _documents(path: str) -> Iterator[tuple[str, str]]:
     with Path(path).expanduser().open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield from _documents_of(json.loads(line), f"line {number}")
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"line {number} is no JSON: {error}") from error
+                yield from _documents_of(row, f"line {number}")
 
 
 def _documents_of(row: Any, origin: str) -> Iterator[tuple[str, str]]:
+    for title, text in _titles_and_texts(row, origin):
+        try:
+            f"{title}{text}".encode()
+        except UnicodeEncodeError as error:
+            shown = error.object[error.start].encode("unicode_escape").decode()
+            raise ValueError(
+                f"{origin} has {shown}, which is half of a surrogate pair and no character"
+            ) from error
+        yield title, text
+
+
+def _titles_and_texts(row: Any, origin: str) -> Iterator[tuple[str, str]]:
     context = row.get("context") if isinstance(row, Mapping) else None
     if isinstance(context, Mapping) and {"title", "sentences"} <= context.keys():
-        for title, sentences in zip(context["title"], context["sentences"], strict=True):
-            yield str(title), "".join(map(str, sentences))
+        try:
+            paragraphs = list(zip(context["title"], map("".join, context["sentences"]), strict=True))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{origin} has a context that is no list of titles and one of sentences"
+            ) from error
+        yield from ((str(title), sentences) for title, sentences in paragraphs)
         return
     text = (
         next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
