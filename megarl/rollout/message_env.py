@@ -36,6 +36,8 @@ Message = Mapping[str, Any]
 
 # Failures of an environment that are reported one by one.
 _TOLD = 3
+# Characters of an exception that are logged.
+_LONGEST_TOLD = 1000
 
 
 class EnvironmentLostError(MegarlError):
@@ -183,7 +185,7 @@ class MessageEnvironment:
             self._tell(record, "failed on a response", error)
             if self._section["on_tool_error"] == "end":
                 return _answer(conversation, Step(done=True), StopReason.ERROR, {"tool_errors": 1})
-            said = f"Error: {type(error).__name__}: {error}"
+            said = f"Error: {type(error).__name__}: {_text_of(error)}"
             return _answer(
                 conversation, Step(_answers_to(message, said)), None, {"tool_errors": 1}, truncated
             )
@@ -203,9 +205,18 @@ class MessageEnvironment:
     def _tell(self, record: Example, what: str, error: BaseException) -> None:
         self._told += 1
         if self._told <= _TOLD:
+            # Half of a surrogate pair could not be written into a log.
+            text = _text_of(error)[:_LONGEST_TOLD].encode("utf-8", "backslashreplace").decode()
             logger.warning(
-                "record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, error
+                "record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, text
             )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its text fails: {type(another).__name__})"
 
 
 def _answers_to(message: Message, text: str) -> Sequence[Message]:

@@ -469,7 +469,7 @@ def test_parts_of_rewards_are_summed_over_turns_too() -> None:
     assert rollouts.samples["reward/only"].tolist() == [1 / 8, 6 / 8]
 
 
-def test_half_characters_of_an_observation_are_replaced() -> None:
+def test_half_characters_of_an_observation_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """JSON can write half of a surrogate pair, which no tokenizer reads; both halves are a character."""
 
     class Halves(MessageEnv):
@@ -477,11 +477,13 @@ def test_half_characters_of_an_observation_are_replaced() -> None:
             if not hasattr(self, "said"):
                 self.said = True
                 return Step([{"role": "user", "content": "<a \ud800 b \ud83d\ude00"}])
-            raise ValueError("\udfff")
+            raise ValueError("\udfff" * 2000)
 
     rollouts, *_ = collected([1], MessageEnvironment(Halves, SECTION), 1, turns=3)
     text = tokenizer_of("qwen2.5").decode(rollouts.samples["input_ids"][0].tolist())
-    assert "<a \ufffd b \U0001f600<" in text and "Error: ValueError: \ufffd<" in text
+    assert "<a \ufffd b \U0001f600<" in text and "Error: ValueError: \ufffd" in text
+    told = caplog.records[0].getMessage()
+    assert told.endswith("ValueError: " + r"\udfff" * 1000)
 
 
 @pytest.mark.usefixtures("hanging")
