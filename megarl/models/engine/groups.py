@@ -130,9 +130,13 @@ def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
     each of them has whole, activations and parameters, becomes another on every rank.
     """
     if dist.get_world_size(group) > 1:
-        box = [here.rng_state()]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        here.set_rng_state(box[0])
+        states = here.rng_state()
+        # As bytes: objects would be unpickled, and nothing is in a resume.
+        for name, state in states.items():
+            shared = state.to(here.device)
+            dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+            states[name] = shared.cpu()
+        here.set_rng_state(states)
 
 
 @contextlib.contextmanager
