@@ -28,7 +28,7 @@ from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.location import holds_checkpoint
 
-"""The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank]."""
+# The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank].
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
 # of float32 temporaries; small enough for a processor's cache
 _BLOCK_ELEMENTS = 2**17

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from converters.model_config.sizes import Config, read_size
-
-if TYPE_CHECKING:
-    pass
 
 OUTPUT_LAYER = "output_layer.weight"
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from converters.model_config.sizes import Config, read_number, read_size
-
-if TYPE_CHECKING:
-    pass
 
 NORM_EPSILON = 1e-6
 """Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever

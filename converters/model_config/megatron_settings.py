@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converters.errors import ConversionError
 from converters.model_config.architecture import Architecture
 from converters.model_config.latent_attention import NORM_EPSILON
 from converters.model_config.mixture import MixtureOfExperts, Routing
 from converters.model_config.rope import yarn_attention_factor
-
-if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
 
 
 def latent_settings(architecture: Architecture) -> dict[str, Any]:
