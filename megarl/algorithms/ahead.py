@@ -116,7 +116,7 @@ class SamplingAhead(ValidatesBeside):
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
-        # A single thread: prompts are taken from the sampler in the order of steps, whoever is faster.
+        # One thread, so that prompts are taken from the sampler in the order of steps.
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0

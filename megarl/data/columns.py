@@ -309,7 +309,7 @@ def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> 
     """Return True if the system message of a record has a list of tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     systems: list[Any] = [row.get(name) for name in _SYSTEMS]
-    # whoever reads the record says what is wrong with it
+    # the reader of the record reports what is wrong with it
     with contextlib.suppress(RecordError):
         stored = value_of(row, first, origin) if isinstance(first, str) else None
         messages = as_messages(stored, "", origin)
@@ -338,6 +338,6 @@ def _roles(value: Any) -> list[str | None]:
     try:
         found = as_messages(value, "", "")
     except RecordError:
-        # whoever reads the record says what is wrong with it
+        # the reader of the record reports what is wrong with it
         found = value
     return [role_of(message) for message in found] if are_messages(found) else []

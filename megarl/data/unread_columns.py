@@ -19,7 +19,7 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
     """Return what a record has in columns that the keys found in it do not read, and what to do; None for
     nothing that matters.
 
-    Nobody has named those keys: whoever does says that the prompts and answers are meant without the rest.
+    Only keys that were found, not named: naming them says that the rest is not meant.
 
     Args:
         row: the first record of a source.

@@ -98,7 +98,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
                 _start(backend, rank, world_size, int(port.removeprefix(PORT_MARK)))
                 for rank in range(1, world_size)
             ]
-        # All outputs are read at once: a process stands still where its pipe is full.
+        # All outputs are read at once: a process blocks when its pipe is full.
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
         # a timer that has fired is no longer alive

@@ -737,7 +737,7 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
             return original(name, *arguments, **named)
         importing = True
         try:
-            # The alarm of the time limit must not ring while the clock stands still.
+            # The alarm of the time limit must not fire while the clock is stopped.
             with unlimited():
                 tell(True)
                 try:

@@ -82,7 +82,7 @@ def this_attempt() -> Attempt:
 
 
 class StopRequest:
-    """Requests to stop the run, by whoever makes one. The loop asks between steps; a signal outside of the
+    """Requests to stop the run, from any source. The loop asks between steps; a signal outside of the
     loop ends the run at once."""
 
     def __init__(
