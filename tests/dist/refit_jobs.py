@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.checkpoint.background import waits_in_memory
 from megarl.config.backend import enabled_backend
 from megarl.errors import MegarlError, RefitError
 from megarl.models.megatron import weight_stream
@@ -471,10 +472,11 @@ def many(config: Mapping[str, Any], port: int, marks: tuple[int, int]) -> dict[s
 
 def _held() -> dict[str, Any]:
     gc.collect()
+    # a checkpoint that waits there is of another run, which may have been killed
     names = [
         path.name
         for path in Path("/dev/shm").iterdir()
-        if f"_{os.getpid()}_" in path.name or "megarl" in path.name
+        if (f"_{os.getpid()}_" in path.name or "megarl" in path.name) and not waits_in_memory(path)
     ]
     return {
         "mib": psutil.Process().memory_info().rss / 2**20,

@@ -80,10 +80,14 @@ def wait_until(condition: Callable[[], bool], what: str, longest_s: float = PATI
 
 
 def all_gone(process_ids: list[int]) -> bool:
-    return not any(
-        psutil.pid_exists(item) and psutil.Process(item).status() != psutil.STATUS_ZOMBIE
-        for item in process_ids
-    )
+    return not any(runs(item) for item in process_ids)
+
+
+def runs(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")
