@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the tiny runs (default all three)",
     )
     parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="tiny runs of eight steps with an engine beside the training, in both schedules",
+    )
+    parser.add_argument(
         "--inject",
         action="append",
         default=[],
@@ -123,7 +128,7 @@ def _subjects(options: argparse.Namespace, work: Path) -> list[Subject]:
         return [Subject(Path(name).stem, _file(name), tuple(changes), Path.cwd()) for name in configs]
     return [
         Subject(each.name, each.config, (*each.arguments, *changes))
-        for each in subjects_of(options.backends, work / "tiny")
+        for each in subjects_of(options.backends, work / "tiny", options.beside)
     ]
 
 
@@ -145,7 +150,11 @@ def _inject(faults: Sequence[Fault], within: bool, trials: Sequence[Trials]) -> 
 
 
 def _soak(options: argparse.Namespace, trials: Sequence[Trials], work: Path) -> int:
-    kinds = options.kinds or [kind for kind in KINDS if kind != "disk_full" or can_mount()]
+    kinds = options.kinds or [
+        name
+        for name, kind in KINDS.items()
+        if (name != "disk_full" or can_mount()) and (options.beside or not kind.beside)
+    ]
     subjects = [each.subject for each in trials]
     identity = {
         "seed": options.seed,

@@ -41,6 +41,7 @@ class Kind:
         phases: in which it can be.
         targets: whether it may meet ranks, the driver, or neither.
         alone: it cannot be one of several in a run.
+        beside: only runs with engines and reward processes beside the training have whom it meets.
     """
 
     about: str
@@ -48,6 +49,7 @@ class Kind:
     phases: tuple[str, ...] = (ANY,)
     targets: tuple[str, ...] = ()
     alone: bool = False
+    beside: bool = False
 
 
 _WHERE = {"phase": ANY, "step": "1", "share": "0.5"}
@@ -83,6 +85,8 @@ KINDS: Mapping[str, Kind] = {
         (ANY,),
         ("ranks",),
     ),
+    "engine": Kind("SIGKILL to a worker that only generates", dict(_WHERE), beside=True),
+    "rewards": Kind("SIGKILL to a process that computes rewards", dict(_WHERE), beside=True),
 }
 STANDS_STILL = ("hang", "stuck")
 """Kinds after which a rank does nothing any more, and is found by that."""
@@ -141,7 +145,7 @@ class Fault:
         """
         if self.rank is None and self.kind == "kill":
             return SIGKILLED
-        if self.kind in ("kill", *STANDS_STILL):
+        if self.kind in ("kill", "engine", *STANDS_STILL):
             return BACK if within else WorkerLostError.exit_code
         if self.kind == "eio" and self.on == READ:
             # the driver is killed first, so that another start reads
@@ -164,6 +168,8 @@ class Fault:
 
 SIGKILLED = -9
 _ROWS = {
+    "engine": "1",
+    "rewards": "1, rewards",
     "hang": "19",
     "slow": "19",
     "stuck": "19",
@@ -179,6 +185,7 @@ _ROWS = {
 }
 _PROMISES = {
     "1": "a killed worker costs a restart, within the launch or by exit code 4",
+    "1, rewards": "a killed process of rewards costs time alone: another one takes its task",
     "1, node": "a lost node ends the launch with exit code 4, and the next one goes on",
     "2": "a killed driver leaves nothing behind, and the next launch goes on",
     "2, Ray": "a lost Ray ends the launch with exit code 4 and the reason",
@@ -290,13 +297,24 @@ class Draw:
     async_save: bool
 
 
-_OFTEN = {kind: 1 for kind in KINDS} | {"kill": 10, "hang": 3, "eio": 3, "term": 2, "stop": 2}
+_OFTEN = {kind: 1 for kind in KINDS} | {
+    "kill": 10,
+    "hang": 3,
+    "eio": 3,
+    "term": 2,
+    "stop": 2,
+    "engine": 4,
+    "rewards": 2,
+}
+_LONG = 8
+"""Steps of a run that takes more faults: the undisturbed part of each run is what costs time."""
 
 
 def draw(
     seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Sequence[str] = tuple(KINDS)
 ) -> Draw:
-    """One to three faults for run ``number`` of a soak; the same ones at every start of it.
+    """One to three faults for run ``number`` of a soak, four to six for a long one; the same ones at every
+    start of it.
 
     Args:
         seed: of the soak.
@@ -307,13 +325,14 @@ def draw(
     rng = random.Random(f"faults {seed} {number}")
     subject = number % len(subjects)
     ranks, steps = subjects[subject]
-    chosen = rng.choices(
-        list(kinds), [_OFTEN[kind] for kind in kinds], k=min(rng.choice((1, 2, 2, 3)), steps)
-    )
+    most = rng.choice((4, 5, 6) if steps >= _LONG else (1, 2, 2, 3))
+    chosen = rng.choices(list(kinds), [_OFTEN[kind] for kind in kinds], k=min(most, steps))
     alone = next((kind for kind in chosen if KINDS[kind].alone), None)
     names = [alone] if alone else chosen
     at = sorted(rng.sample(range(1, steps + 1), len(names)))
-    faults = [_drawn(rng, kind, step, ranks, steps) for kind, step in zip(names, at, strict=True)]
+    # workers that train do not generate where others do
+    never = ("refit", "generate") if any(KINDS[kind].beside for kind in kinds) else ("refit",)
+    faults = [_drawn(rng, kind, step, ranks, steps, never) for kind, step in zip(names, at, strict=True)]
     faults = sorted(_with_a_save_behind(faults, steps), key=lambda fault: fault.step)
     within, save_period, async_save = rng.random() < 0.6, rng.choice((1, 1, 2)), rng.random() < 0.3
     if any(_fails_to_save(fault.kind, fault.on) for fault in faults):
@@ -347,10 +366,10 @@ def _fails_to_save(kind: str, on: str) -> bool:
     return kind == "disk_full" or (kind == "eio" and on == WRITE)
 
 
-def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int) -> Fault:
+def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int, never: Sequence[str]) -> Fault:
     of_driver = DRIVER in KINDS[kind].targets and rng.random() < 0.4
     rank = None if of_driver or not KINDS[kind].targets else rng.randrange(ranks)
-    phases = [phase for phase in KINDS[kind].phases if phase != "refit" and (phase != INIT or step == 1)]
+    phases = [phase for phase in KINDS[kind].phases if phase not in never and (phase != INIT or step == 1)]
     # half of them at some moment, and the others in the phases
     phase = ANY if rng.random() < 0.5 else rng.choice(phases)
     on, count = rng.choice((READ, WRITE)), rng.choice((1, 2, 3, LASTING))

@@ -78,6 +78,13 @@ def check_loss_is_told(said: str, who: str, phase: str, step: int, steps: int) -
     _check_place(found["what"], phase, step, steps)
 
 
+def check_engine_is_told(said: str) -> None:
+    """An engine that died: the first of its ranks. What it was doing may be for any of the steps ahead."""
+    found = _DIED.search(said)
+    assert found is not None, f"it does not say that an engine died:\n{said[-3000:]}"
+    assert _names(found["who"], "pp0 dp0 cp0 tp0"), f"an engine died, and it names {found['who']}"
+
+
 def check_standstill_is_told(said: str, who: str) -> None:
     """A worker that waits for ever while the others wait for it: that and no other is pointed out."""
     named = [each["who"] for each in _APART.finditer(said)]

@@ -35,9 +35,11 @@ from tests.faults.fault import (
     MissedError,
 )
 from tests.faults.leftovers import Footprint
-from tests.faults.workers import ranks_of, slow_down, step_of, strike
+from tests.faults.workers import engines_of, ranks_of, reward_processes_of, slow_down, step_of, strike
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
 
+READY_FIRST = "ready_first"
+OF_ENGINES = ("train/rollouts_", "train/engine_check")
 SEAM = Path(__file__).parent / "seam"
 _DEADLINE_S = 15.0
 """Least deadline of a phase while ranks are stopped; three times the slowest step, where that is longer."""
@@ -76,6 +78,11 @@ class Subject:
         """Changes where the file or the arguments do; not where a file does that it inherits from."""
         said = json.dumps([self.config.read_text(), self.arguments, str(self.directory)])
         return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if what it trains on hangs on time: it has to equal what its ledger repeats."""
+        return any(each.endswith(f"schedule={READY_FIRST}") for each in self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +305,11 @@ class Trial:
 
     def judge(self) -> None:
         """What has to be true after all of it."""
-        rows, expected = comparable(self.run_dir), comparable(self.whole.run_dir)
+        same = self._repeat() if self.of.subject.is_repeated else self.whole.run_dir
+        rows, expected = _without_engines(self.run_dir), _without_engines(same)
         assert rows == expected, f"the log differs: {_first_difference(rows, expected)}"
         weights = _weights(self.run_dir, self.whole.steps)
-        assert weights and weights == _weights(self.whole.run_dir, self.whole.steps), (
-            "the final weights differ"
-        )
+        assert weights and weights == _weights(same, self.whole.steps), "the final weights differ"
         damaged = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
         assert not damaged, f"damaged checkpoints: {damaged}"
         recorded = read_launches(self.run_dir)
@@ -320,6 +326,21 @@ class Trial:
         self.told.words.append(
             f"{launches} launches, {counted} restarts within; log and weights equal; nothing left"
         )
+
+    def _repeat(self) -> Path:
+        """The run that the ledger gives without engines; each prompt is in it once, as an epoch has more of
+        them than the run takes."""
+        ledger = sorted((self.run_dir / "ledger").glob("step_*.json"))
+        steps = [json.loads(path.read_text())["records"] for path in ledger]
+        prompts = [record for records in steps for record in dict.fromkeys(records)]
+        assert len(steps) == self.whole.steps and len(prompts) == len(set(prompts)), (
+            f"a prompt was trained on twice: {sorted(prompts)}"
+        )
+        again = self.run_dir.with_name(f"{self.run_dir.name}.again")
+        settings = ["++checkpointing.save_period=100", f"grpo.async_grpo.replay={self.run_dir}"]
+        launch = self.of.start(self.launches, again, self.footprint, settings)
+        assert launch.finish() == 0, launch.output()[-5000:]
+        return again
 
     def _settings(self, faults: Sequence[Fault]) -> list[str]:
         settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
@@ -355,6 +376,9 @@ class Trial:
             return len(found) == self.whole.ranks and not set(found) & set(self.old)
 
         launch.await_moment(there)
+        for kind, others in {"engine": engines_of, "rewards": reward_processes_of}.items():
+            if fault.kind == kind:
+                launch.await_moment(lambda others=others: bool(others(launch)))  # type: ignore[misc]
         return found
 
     def _step(self, launch: Launch) -> int:
@@ -418,6 +442,9 @@ class Trial:
                 os.kill(ranks[fault.rank], _SIGNALS[fault.kind])
             case "kill":
                 launch.kill_when(lambda: True)
+            case "engine" | "rewards":
+                others = engines_of if fault.kind == "engine" else reward_processes_of
+                os.kill(others(launch)[0], signal.SIGKILL)
             case "slow":
                 slow_down(ranks[fault.rank or 0], fault.seconds)
             case "nan" | "oom" | "stuck":
@@ -438,7 +465,7 @@ class Trial:
 
     def _await_recovery(self, launch: Launch, fault: Fault) -> None:
         """Wait until a launch has got over a fault that does not end it."""
-        if fault.kind in ("kill", *STANDS_STILL):
+        if fault.kind in ("kill", "engine", *STANDS_STILL):
             self.restarts += 1
             launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
             restart = [
@@ -480,9 +507,10 @@ class Trial:
     def _check_loss(self, launch: Launch, fault: Fault, ended: float) -> None:
         """Whether a rank that was lost or stood still was named, and found in time where the trial has set a
         deadline."""
-        assert fault.rank is not None
-        said, who = launch.output(self.spoken), self.whole.names[fault.rank]
-        if fault.kind == "stuck":
+        said, who = launch.output(self.spoken), self.whole.names[fault.rank or 0]
+        if fault.kind == "engine":
+            promised.check_engine_is_told(said)
+        elif fault.kind == "stuck":
             promised.check_standstill_is_told(said, who)
         else:
             check = promised.check_silence_is_told if fault.kind == "hang" else promised.check_loss_is_told
@@ -516,7 +544,7 @@ class Trial:
         """Whether a launch that a fault ended has said what is promised."""
         said = launch.output(self.spoken)
         match fault.kind:
-            case "kill" | "hang" if fault.rank is not None:
+            case "kill" | "hang" | "engine" if fault.rank is not None or fault.kind == "engine":
                 recorded = read_launches(self.run_dir)[-1]
                 assert recorded.end is not None, "the end of the launch is not recorded"
                 self._check_loss(launch, fault, recorded.end)
@@ -683,6 +711,14 @@ def _weights(run_dir: Path, step: int) -> Mapping[str, str]:
         path.relative_to(run_dir).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((run_dir / "hf" / f"step_{step}").rglob("*.safetensors"))
     }
+
+
+def _without_engines(run_dir: Path) -> list[dict[str, object]]:
+    """The rows of a log without what only a run with engines has; a repeated one has none."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(OF_ENGINES)}
+        for row in comparable(run_dir)
+    ]
 
 
 def _first_difference(rows: Sequence[Mapping[str, object]], expected: Sequence[Mapping[str, object]]) -> str:

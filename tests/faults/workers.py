@@ -11,6 +11,7 @@ import time
 
 from megarl.distributed.deadlines import PHASES, STEP, Call
 from megarl.distributed.worker_stacks import _stack_file, worker_of
+from megarl.models.policy.policy_engines import WORKERS as ENGINES
 from tests.faults.fault import INIT
 from tests.system.whole_runs import Launch, read_rows
 
@@ -33,6 +34,16 @@ def ranks_of(launch: Launch) -> list[int]:
         if name is not None and name.startswith(POLICY):
             found.append(([int(number) for number in re.findall(r"\d+", name.removeprefix(POLICY))], pid))
     return [pid for _, pid in sorted(found)]
+
+
+def engines_of(launch: Launch) -> list[int]:
+    """Process ids of the workers that only generate."""
+    return [pid for pid in launch.processes() if (worker_of(pid) or "").startswith(ENGINES)]
+
+
+def reward_processes_of(launch: Launch) -> list[int]:
+    """Process ids of what computes rewards beside the driver."""
+    return [pid for pid, command in launch.processes().items() if "megarl.rollout.reward_pool" in command]
 
 
 def phase_in(stack: str) -> str:

@@ -6,6 +6,8 @@ Random ones, on three backends, are a soak: ``python -m tests.faults --soak 200 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.faults.fault import parse
@@ -48,4 +50,12 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
 def test_a_run_with_faults_ends_like_an_undisturbed_one(faults: str, trials: Trials) -> None:
     name = "".join(letter if letter.isalnum() else "-" for letter in faults)
     told = trials.run(name, [parse(each) for each in faults.split()], within=True)
+    print("; ".join(told.words))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["in_order", "ready_first"])
+def test_engines_and_reward_processes_are_lost_beside_training(place: int, tmp_path: Path) -> None:
+    faults = ("rewards:step=2", "engine:step=3", "kill:rank=driver,step=5", "kill:rank=1,step=6")
+    subject = subjects_of(["megatron"], tmp_path, beside=True)[place]
+    told = Trials(subject, tmp_path).run("run", [parse(each) for each in faults], within=True)
     print("; ".join(told.words))

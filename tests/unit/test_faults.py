@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -93,6 +93,10 @@ def test_every_fault_has_a_row_and_a_promise_and_ends_the_launch_or_not() -> Non
     assert [Fault("kill", 1, phase, 0).row for phase in ("train", "save")] == ["1", "3"]
 
 
+def phases_of(drawn: Iterable[Draw]) -> set[str]:
+    return {fault.phase for each in drawn for fault in each.faults if fault.kind == "kill"}
+
+
 def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
     subjects = [(2, 4), (1, 1), (3, 7)]
     drawn = [draw(5, number, subjects) for number in range(400)]
@@ -103,8 +107,8 @@ def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
     )
     met = {fault.kind for each in drawn for fault in each.faults}
     assert met == set(KINDS)
-    phases = {fault.phase for each in drawn for fault in each.faults if fault.kind == "kill"}
-    assert phases == set(PHASES) - {"refit"}
+    assert phases_of(drawn) == set(PHASES) - {"refit", "generate"}, "workers that train generate nothing"
+    assert phases_of(draw(5, number, subjects, ["kill"]) for number in range(400)) == set(PHASES) - {"refit"}
     for each in drawn:
         ranks, steps = subjects[each.subject]
         assert each.faults and each.subject == each.number % 3
@@ -125,6 +129,8 @@ def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
             "each is of a step of its own, or the second meets the save behind"
         )
         assert [fault.step for fault in each.faults] == sorted(fault.step for fault in each.faults)
+    long = [draw(5, number, [(2, 8)], ["kill", "engine", "rewards"]) for number in range(40)]
+    assert {len(each.faults) for each in long} == {4, 5, 6}
     only = [draw(5, number, subjects, ["hang"]) for number in range(20)]
     assert {fault.kind for each in only for fault in each.faults} == {"hang"}
 
