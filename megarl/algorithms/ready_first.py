@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from megarl.models.generation.shared_stream import SharedStream
     from megarl.rollout.collector import Rollouts
 
-LEDGER = "ledger"
-"""Directory of a run."""
 _RUN = "run.json"
 # Between looks at the engines while groups are waited for.
 _LOOK_SECONDS = 0.5

@@ -13,12 +13,12 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.ahead import HeldEngines, SamplingAhead
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
-from megarl.algorithms.ready_first import LEDGER, Ledger, Order, ReadyFirst, Replay
+from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay
 from megarl.algorithms.rollout_source import InTurn, RolloutSource, WaitingBatches
 from megarl.algorithms.sampled_batch import Sampling
 from megarl.algorithms.scored_ahead import ScoredAhead
 from megarl.algorithms.served import ServedCheck
-from megarl.config.asynchrony import AsyncConfig
+from megarl.config.asynchrony import LEDGER, AsyncConfig
 from megarl.config.backend import generation_of
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig

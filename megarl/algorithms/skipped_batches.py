@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,13 +45,16 @@ class SkippedBatches:
     For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json``
     of another role (what was seen first on which rank, in which micro-batch and rows) and
     ``step_N.safetensors`` beside it (those rows of the batch, all columns, and their numbers as ``row``;
-    where nobody knows the rows, the whole global batch). The first twenty steps are kept.
+    where nobody knows the rows, the whole global batch). Where a step trains on its batch several times, the
+    later ones are ``step_N_2`` and so on. The first twenty are kept.
 
     Attributes:
         directory: made when it is needed; None keeps nothing.
     """
 
     directory: Path | None = None
+    # By name; a launch that repeats a step of an earlier one writes over it.
+    _kept: Counter[str] = field(default_factory=Counter, init=False)
 
     def train(
         self,
@@ -103,9 +107,11 @@ class SkippedBatches:
             return
         from safetensors import SafetensorError
 
+        self._kept[name] += 1
+        times = f"_{self._kept[name]}" if self._kept[name] > 1 else ""
         try:
             # What is kept is for people: a full disk must not end a run that goes on.
-            self._write(self.directory / f"{name}.json", batch, skipped, step, records)
+            self._write(self.directory / f"{name}{times}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "what was seen in step %d, and the rows, cannot be kept in %s: %s",

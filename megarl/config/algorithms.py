@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.config.asynchrony import NAME as ASYNC
 from megarl.config.nested import at
 from megarl.config.sections import AlgorithmConfig, RunConfig
 from megarl.errors import ConfigError, Violation
@@ -140,6 +141,12 @@ def own_section(config: RunConfig) -> AlgorithmConfig:
     """The section of a checked run that its algorithm has for itself."""
     section: AlgorithmConfig = at(config, algorithm_class(config[KEY]).section())
     return section
+
+
+def replayed_run(config: RunConfig) -> str | None:
+    """Return the directory of the run whose batches a checked run trains on; None where it samples."""
+    replayed: str | None = at(config, f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay")
+    return replayed
 
 
 def generates(config: RunConfig) -> bool:

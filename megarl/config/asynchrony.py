@@ -11,6 +11,9 @@ from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 NAME = "async_grpo"
 """Of the section, in that of each algorithm whose policy answers."""
 
+LEDGER = "ledger"
+"""Directory of a run that trains on what is ready first, below the run's."""
+
 
 class AsyncConfig(TypedDict):
     """Engines sample the batches of later steps while a step trains."""

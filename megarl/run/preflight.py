@@ -26,6 +26,9 @@ from rich.console import Console
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.checkpoint.storage import tree_bytes
+from megarl.config.algorithms import algorithm_class, replayed_run
+from megarl.config.asynchrony import LEDGER
+from megarl.config.asynchrony import NAME as ASYNC
 from megarl.config.backend import absent_hybrid_model
 from megarl.config.data_sources import sources_of
 from megarl.config.engines import KEY as GENERATION_BACKEND
@@ -224,6 +227,15 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
         if path is not None and not Path(path).expanduser().exists():
             fix = "give the path of a JSON lines, parquet, CSV or TSV file, or of a saved data set"
             yield Violation(f"{key}.path", path, "there is no such file", fix)
+
+
+def missing_ledger(config: RunConfig) -> Iterator[Violation]:
+    """Yield a replay of a directory that is not of a run that keeps a ledger."""
+    replayed = replayed_run(config)
+    if replayed is not None and not (Path(replayed) / LEDGER).is_dir():
+        key = f"{algorithm_class(config['algorithm']).section()}.{ASYNC}.replay"
+        fix = "give the directory of a run that has trained with schedule=ready_first"
+        yield Violation(key, replayed, f"there is no {LEDGER}/ in it", fix)
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
@@ -475,5 +487,11 @@ CHECKS_OF_EVALUATION: tuple[Check, ...] = (
     unusable_rewards,
     missing_data,
 )
-CHECKS: tuple[Check, ...] = (*CHECKS_OF_EVALUATION, missing_sinks, unusable_directories, unreadable_key)
+CHECKS: tuple[Check, ...] = (
+    *CHECKS_OF_EVALUATION,
+    missing_ledger,
+    missing_sinks,
+    unusable_directories,
+    unreadable_key,
+)
 """In the order in which their findings are listed."""

@@ -172,7 +172,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     if ROLLOUT_AGE in state.series:
         yield "rollouts", Text(_rollouts_text(state))
     if MISMATCH in state.series:
-        yield "mismatch", _mismatch(state.series[MISMATCH])
+        yield "mismatch", _mismatch(state.series[MISMATCH], state.series.get(ROLLOUT_AGE, _NOTHING))
     faults = _reward_faults(state.series)
     if faults:
         yield "rewards", Text(faults, style=BAD)
@@ -262,13 +262,16 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
     return Text("whole " + ("(every byte)" if checkpoint.hashed else "(names and sizes)"), style="green")
 
 
-def _mismatch(curve: Series) -> Text:
-    """Return how far the probabilities of generation and of training are apart; 1 is not at all."""
+def _mismatch(curve: Series, ages: Series) -> Text:
+    """Return how far the probabilities of generation and of training are apart; 1 is not at all. Where
+    responses wait for their training, the steps in between are part of it."""
     # a ratio below 1 is as bad as one above it
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
+    steps_apart = ages.values[-1] if ages.values else None
+    whose = f", whose weights are {steps_apart:g} steps apart" if steps_apart else ""
     text = (
-        f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} "
-        f"at worst, step {curve.steps[worst]}"
+        f"{curve.values[-1]:.6f} between generation and training{whose} (1 is none), "
+        f"{curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
     )
     return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else BAD)
 

@@ -80,6 +80,17 @@ def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     assert console.export_text().partition(":\n")[2].split() == refused.partition(":\n")[2].split()
 
 
+def test_a_ledger_that_is_to_be_repeated_is_there(config: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = tmp_path / "earlier"
+    repeating = put(config, "grpo.async_grpo", {"enabled": True, "replay": str(run_dir)})
+    assert [str(finding) for finding in findings(repeating)] == [
+        f"grpo.async_grpo.replay = {str(run_dir)!r}: there is no ledger/ in it. Fix: give the directory of a "
+        "run that has trained with schedule=ready_first"
+    ]
+    (run_dir / "ledger").mkdir(parents=True)
+    assert findings(repeating) == []
+
+
 def test_data_are_not_read_for_a_model_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

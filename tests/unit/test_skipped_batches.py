@@ -71,6 +71,16 @@ def test_the_whole_global_batch_where_nobody_knows_the_rows(tmp_path: Path) -> N
     assert load_file(tmp_path / "step_12.safetensors")["row"].tolist() == [1, 2, 3, 4, 5]
 
 
+def test_a_step_that_trains_several_times_keeps_each(tmp_path: Path) -> None:
+    keeper = SkippedBatches(tmp_path)
+    run(keeper, {"skipped": [found(SEEN)]})
+    run(keeper, {"skipped": [found()]})
+    assert [len(load_file(tmp_path / f"step_12{times}.safetensors")["row"]) for times in ("", "_2")] == [2, 5]
+    # a launch that repeats the step writes over what the killed one left
+    run(SkippedBatches(tmp_path), {"skipped": [found()]})
+    assert len(load_file(tmp_path / "step_12.safetensors")["row"]) == 5 and len([*tmp_path.iterdir()]) == 4
+
+
 def test_an_error_is_passed_on_after_the_batch_is_kept(tmp_path: Path) -> None:
     error = NonFiniteError("three in a row")
     error.skipped = [found(SEEN)]

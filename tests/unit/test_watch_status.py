@@ -237,6 +237,9 @@ def test_checkpoints_of_a_run_that_was_moved_are_found(tmp_path: Path) -> None:
 
 
 def test_mismatch_is_shown_only_where_it_was_logged(tmp_path: Path) -> None:
+    aged = make_run(tmp_path / "aged", token_mult_prob_error=1.25, rollout_age=2.0)
+    words = " ".join(shown(aged).split())
+    assert "between generation and training, whose weights are 2 steps apart (1 is none)" in words
     assert "\nmismatch" not in shown(make_run(tmp_path / "sft", algorithm="sft"))
     assert "\nmismatch    1.250000" in shown(make_run(tmp_path / "grpo", token_mult_prob_error=1.25))
 
