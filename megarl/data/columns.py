@@ -259,8 +259,10 @@ def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         if any(row.get(name) is not None for name in together[:2]):
             names = _present(row, together)
             yield names if len(names) > 1 else names[0]
+    # a name that means anything elsewhere (KodCode)
+    tests = (*_TESTS, "test") if "def test" in str(row.get("test")) else _TESTS
     # a worked solution beside its final answer is no reference
-    for name in _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
+    for name in _present(row, (*tests, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
         # the function that the tests of a row call (DeepCoder)
         yield [name, "metadata"] if name in _TESTS and _names_function(row.get("metadata")) else name
 

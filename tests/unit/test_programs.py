@@ -95,6 +95,26 @@ LINES = json.dumps(
 STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
 
 
+FILE = """
+import pytest
+from math import floor
+from solution import add, add as plus
+
+base = [1, 2]
+
+def test_numbers():
+    for number in base:
+        assert add(number, floor(2.5)) == number + 2
+
+def test_texts():
+    assert plus("a", "b") == "ab"
+
+def test_refused():
+    with pytest.raises((TypeError, ValueError)):
+        add("a", 1)
+"""
+
+
 @sampled(6)
 @pytest.mark.parametrize(
     ("code", "tests", "score", "share"),
@@ -119,6 +139,10 @@ STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"
         ("def other(): ...", CALLS, 0, 0),
         (SUM, STATEMENTS, 1, 1),
         (SUM.replace("a + b", "3"), STATEMENTS, 0, 0.5),
+        (SUM, FILE, 1, 1),
+        (SUM.replace("a + b", "f'{a}{b}'"), FILE, 0, 1 / 3),
+        ("def add(a, b):\n    raise TypeError", FILE, 0, 1 / 3),
+        (SUM, "def check(f):\n    assert f(1, 2) == 3\n\ncheck(add)\n", 1, 1),
         # a program that ends before the statement has not passed it
         (SUM + "\nraise SystemExit(0)", STATEMENTS, 0, 0),
         (SUM + "\nimport os\nos._exit(0)", STATEMENTS, 0, 0),

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.rollout.programs.files_of_tests import statements_of_file
+
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
@@ -79,6 +81,7 @@ def tests_of(answer: str) -> tuple[Test, ...]:
       ``private_test_cases``, ``test_cases`` and ``tests`` of an object, beside the ``metadata`` of all.
     * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
       object, beside ``test_setup_code`` and ``test_imports`` (MBPP).
+    * A file of Python with functions ``test_...()``, of which each is a test, or with asserts (KodCode).
 
     Each part may itself be written as JSON text, or as base64 of zlib of that text or of a pickle of it
     (LiveCodeBench).
@@ -86,6 +89,9 @@ def tests_of(answer: str) -> tuple[Test, ...]:
     Raises:
         ValueError: it holds none.
     """
+    statements = statements_of_file(answer)
+    if statements is not None:
+        return tuple(Test(statement=each) for each in statements)
     # JSON may hold the tests as text once more
     given = _parsed(_parsed(answer, "its tests"), "its tests")
     tests = tuple(_tests_in(given, {}))
