@@ -412,7 +412,7 @@ class DeadlinesConfig(TypedDict):
                 "refit, in which workers wait "
                 "for engines, is not given up for that. The run also ends, with exit code 4, if Ray's "
                 "control process, or the raylet of "
-                "the driver's node, is stopped or silent for this long.",
+                "the driver's node, is stopped or silent for 40 s, or 0.7 of this where that is less.",
                 ABOVE_0,
                 default=300.0,
             ),

@@ -190,7 +190,7 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
                 "fewer ranks, or a cluster of several nodes",
             )
     elif needed > present:
-        machines = f" ({nodes} nodes of {ranks})" if nodes > 1 else ""
+        machines = f" ({nodes} nodes of {ranks})" if nodes > 1 and apart is None else ""
         lent = "; engines apart from the policy have GPUs of their own" if apart is not None else ""
         bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
         fix = (

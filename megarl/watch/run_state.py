@@ -223,7 +223,8 @@ def read_log(run_dir: Path) -> Log:
 
 
 def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: int | None) -> tuple[str, str]:
-    again = "start it again with the same command"
+    job = launches[-1].job_id if launches else ""
+    again = "start it again with the same command" + (f", unless Slurm does (job {job})" if job else "")
     if owner is not None and (ended := has_ended(owner)) is not True:
         if ended is None:
             return "elsewhere", f"{owner}, which cannot be seen from this host"

@@ -419,6 +419,8 @@ def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> No
             "run.yaml",
             "grpo.max_num_steps=3",
             "cluster.num_nodes=1",
+            "--stop-at",
+            "+3:45",
         ]
     )
     assert done.returncode == 0, done.stderr
@@ -426,7 +428,7 @@ def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> No
     calls = [words for words in job.calls("python") if words[1] == "megarl.cli"]
     assert calls == [
         ["-m", "megarl.cli", "doctor", "--nodes", *arguments],
-        ["-m", "megarl.cli", "train", *arguments],
+        ["-m", "megarl.cli", "train", *arguments, "--stop-at", "+3:45"],
     ]
 
 

@@ -102,6 +102,15 @@ def test_looking_never_keeps_a_run_from_starting(tmp_path: Path) -> None:
     assert read_run_state(tmp_path).state == "ended"
 
 
+def test_a_launch_of_a_job_may_be_repeated_by_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    make_run(tmp_path, steps=10)
+    with pytest.raises(SystemExit), recorded_launch(tmp_path, 0, 50):
+        raise SystemExit(75)
+    reason = read_run_state(tmp_path).reason
+    assert reason == "exit code 75; start it again with the same command, unless Slurm does (job 77)"
+
+
 def test_a_run_on_another_host_is_not_called_dead(tmp_path: Path) -> None:
     make_run(tmp_path)
     owner = {
