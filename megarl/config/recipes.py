@@ -81,6 +81,10 @@ def find(text: str) -> Path:
     path = Path(text)
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
+        # As the documents write it, from a clone.
+        name = f"{path.parent.name}/{path.stem}".removeprefix("configs/")
+        if not path.exists() and _shipped(name) is not None:
+            raise ConfigError(f"{text}: there is no such file here. Fix: write {name}, which is shipped")
         return path
     shipped = _shipped(text)
     if shipped is not None:
