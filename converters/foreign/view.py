@@ -204,9 +204,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
             f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first "
             f"{found[0]}), and is no model",
             (
-                "write them as a PEFT adapter (megarl convert adapter), or merge them: give the base model, "
-                "and "
-                "with --lora this directory"
+                "write them as a PEFT adapter (megarl convert adapter), or merge them: megarl convert import "
+                "BASE OUT --lora and this directory, then megarl convert export OUT"
             ),
         )
 

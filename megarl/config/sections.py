@@ -37,7 +37,7 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "number of checkpoints to keep, always including the newest; null keeps all.",
+                "number of best checkpoints to keep, besides the newest; null keeps all.",
                 AT_LEAST_1,
                 default=None,
             ),
