@@ -124,6 +124,13 @@ def test_what_is_not_refused_is_doubted(overrides: tuple[str, ...]) -> None:
         assert doubt_of_memory(config_of(SMALL, *overrides, *shlex.split(changes))) is None, changes
 
 
+def test_a_refit_without_room_has_smaller_buffers() -> None:
+    overrides = ("grpo-qwen3-4b-lora-1gpu-24gb-megatron", "cluster.device_memory_gib=20")
+    text = doubt_of_memory(config_of(*overrides))
+    assert text is not None and "refit takes 20.3 GiB; it would with policy.refit_buffer_size_gb=1.0" in text
+    assert doubt_of_memory(config_of(*overrides, "policy.refit_buffer_size_gb=1.0")) is None
+
+
 def test_without_the_size_of_a_device_nothing_is_refused() -> None:
     recipe, huge = "sft-qwen2.5-1.5b-megatron", "policy.model_name=Qwen/Qwen2.5-72B-Instruct"
     config = config_of(recipe, huge)
