@@ -147,7 +147,8 @@ await_nodes() {
 write_attach_script() {
     {
         printf '#!/usr/bin/env bash\n# A shell on the first node of job %s, from which programs find its Ray.\n' "$SLURM_JOB_ID"
-        printf 'exec srun --jobid=%q --overlap --nodes=1 --ntasks=1 --nodelist=%q --pty env' "$SLURM_JOB_ID" "$NAME"
+        printf 'exec srun --jobid=%q --overlap --nodes=1 --ntasks=1 --nodelist=%q ' "$SLURM_JOB_ID" "$NAME"
+        printf '%s--pty env' "${MEGARL_CONTAINER_OPTIONS:-}"
         printf ' %q' "RAY_ADDRESS=$RAY_ADDRESS" RAY_AUTH_MODE=token "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH" "PATH=$PATH" "PYTHONPATH=${PYTHONPATH:-}"
         printf ' bash\n'
     } >"$DIR/attach.sh"

@@ -76,9 +76,12 @@ container_options() {
     local mounts
     [[ -n "$image" ]] || return 0
     [[ "$image" != /* || -e "$image" ]] || fail 2 "MEGARL_CONTAINER_IMAGE = $image does not exist on $(hostname). Fix: correct the path, or import the image"
-    SRUN+=(--container-image="$image" --no-container-mount-home --container-workdir="$PWD")
     mounts="$MEGARL_ROOT:$MEGARL_ROOT,$PWD:$PWD,$JOB_DIR:$JOB_DIR${MEGARL_CONTAINER_MOUNTS:+,$MEGARL_CONTAINER_MOUNTS}"
-    SRUN+=(--container-mounts="$mounts")
+    local options=(--container-image="$image" --no-container-mount-home --container-workdir="$PWD" --container-mounts="$mounts")
+    SRUN+=("${options[@]}")
+    # A shell that attaches later wants the same container: Python and Ray are in it.
+    MEGARL_CONTAINER_OPTIONS=$(printf '%q ' "${options[@]}")
+    export MEGARL_CONTAINER_OPTIONS
     check_model_cache "$mounts"
 }
 

@@ -365,11 +365,18 @@ def test_an_attempt_keeps_the_files_of_one_of_the_same_number(job: Job) -> None:
     assert (job.attempt() / "driver.log").read_text() == "second\n"
 
 
-def test_without_a_command_ray_waits_and_says_how_to_attach(job: Job) -> None:
-    process = job.start(None)
+@sampled(1)
+@pytest.mark.parametrize("image", [None, "my image.sqsh"])
+def test_without_a_command_ray_waits_and_says_how_to_attach(job: Job, image: str | None) -> None:
+    path = None if image is None else job.directory / image
+    if path is not None:
+        path.touch()
+    process = job.start(None, **({} if path is None else {"MEGARL_CONTAINER_IMAGE": str(path)}))
     job.await_file("attach.sh")
     attach = shlex.split((job.attempt() / "attach.sh").read_text().splitlines()[-1])
     assert {"--jobid=4711", "--overlap", "--nodelist=n1"} <= set(attach)
+    of_container = [word for word in attach if word.startswith("--container-image")]
+    assert of_container == ([] if path is None else [f"--container-image={path}"])
     assert any(word.startswith("RAY_AUTH_TOKEN_PATH=") for word in attach)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(LONGEST_WAIT_S) == 0, job.log
