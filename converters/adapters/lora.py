@@ -82,6 +82,8 @@ class LoraAdapter:
         self._config = self.source.config
         self.base: dict[str, str] = {}
         tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
+        if isinstance(self.source, PeftDirectory):
+            self.source.name_as(tensors)
         replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
         self.replaced = replacements.found
         self.factors = self._fit(tensors, architecture, replacements)
@@ -354,7 +356,7 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
     """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no
     such layers, so that an adapter that was trained with it cannot have factors for them."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
-    prefixes = (f"model.layers.{layer}." for layer in layers)
+    prefixes = ("mtp.", *(f"model.layers.{layer}." for layer in layers))
     names = list(changed)
     return tuple(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
 

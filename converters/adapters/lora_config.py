@@ -74,6 +74,7 @@ class LoraConfig:
         target_parameters: the same of parameters that are no module's weight: stacks of experts.
         saved_modules: names, or ends of names, of modules that the adapter has as a whole.
         token_indices: rows of embeddings that the adapter has, by the name of the module, or its end.
+        beginnings: of names in the model, and in the patterns, where they differ.
     """
 
     rank: int
@@ -85,16 +86,21 @@ class LoraConfig:
     target_parameters: frozenset[str]
     saved_modules: frozenset[str] = frozenset()
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    beginnings: tuple[str, str] = ("", "")
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
-        return self.rank_patterns.get(_pattern_of(self.rank_patterns, module), self.rank)
+        return self.rank_patterns.get(_pattern_of(self.rank_patterns, self._own_name(module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
         """Return the factor on the product of a module's adapter."""
-        alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, module), self.alpha)
+        alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, self._own_name(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+
+    def _own_name(self, module: str) -> str:
+        in_model, in_patterns = self.beginnings
+        return in_patterns + module.removeprefix(in_model) if module.startswith(in_model) else module
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
+from converters.adapters.megatron_adapter import PEFT_PREFIX
 from converters.checkpoint.safetensors_file import SafetensorsFile
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
+from converters.families.base import NESTED_PREFIX
 from converters.files.reading import read_json_object
 
+_TEXT_PREFIX = "model."
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -28,6 +33,21 @@ class PeftDirectory(SafetensorsFile):
         path = directory / ADAPTER_CONFIG
         self.raw_config = read_json_object(path, (f"{path} does not exist", "save the adapter again"))
         self.config: LoraConfig = read_lora_config(path, self.raw_config)
+
+    def name_as(self, names: Iterable[str]) -> None:
+        """Give its tensors the names that those of a model have whose text transformers also opens by
+        itself: ``AutoModelForCausalLM`` calls ``model.`` what a published vision-language model calls
+        ``model.language_model.``, and an adapter has the names of the class that it was trained with."""
+        is_nested = any(name.startswith(NESTED_PREFIX) for name in names)
+        was_nested = any(name.startswith(f"{PEFT_PREFIX}{NESTED_PREFIX}") for name in self._entries)
+        if is_nested != was_nested:
+            theirs, ours = (NESTED_PREFIX, _TEXT_PREFIX) if was_nested else (_TEXT_PREFIX, NESTED_PREFIX)
+            self._entries = {
+                name.replace(f"{PEFT_PREFIX}{theirs}", f"{PEFT_PREFIX}{ours}", 1): entry
+                for name, entry in self._entries.items()
+            }
+            # patterns of ranks and scales have the names of the training
+            self.config = replace(self.config, beginnings=(ours, theirs))
 
     def files(self) -> list[Path]:
         """See ``AdapterSource``."""

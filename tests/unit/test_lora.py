@@ -15,13 +15,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from converters.adapters import lora
 from converters.checkpoint import work
 from converters.command import main
 from converters.opening import open_any
 from tests.prediction_layers import add_prediction_layers
+from tests.seeing import make_seeing, save_text_part
 from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
@@ -70,10 +71,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "CHUNK_BYTES", 1500)
 
 
-def adapter(base: Path, directory: Path, **options: Any) -> Path:
+def adapter(base: Path, directory: Path, kind: Any = AutoModelForCausalLM, **options: Any) -> Path:
     """An adapter of random weights for the model in ``base``, saved by peft."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
+    model = kind.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
     changed = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, **options))
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
@@ -277,6 +278,41 @@ def test_a_base_with_a_prediction_layer(
         capsys.readouterr()
         assert main(["import", str(hf), str(tmp_path / "no"), "--lora", str(directory)]) == 2
         assert f"missing: model.{missing}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trained_on", ["the text", "the whole model"])
+@pytest.mark.parametrize("stored", ["the text", "the whole model"])
+def test_an_adapter_of_a_vision_language_model(trained_on: str, stored: str, tmp_path: Path) -> None:
+    """As published, with a tower and an MTP layer, of which transformers' class of the text has neither: the
+    names of the layers are those of the class that an adapter was trained with."""
+    seeing, mcore, back = tmp_path / "seeing", tmp_path / "mcore", tmp_path / "back"
+    make_seeing(seeing, "qwen3_5", tied=False, seed=5)
+    text = save_text_part(seeing, tmp_path / "text")
+    kind = AutoModelForCausalLM if trained_on == "the text" else AutoModelForImageTextToText
+    base = text if trained_on == "the text" else seeing
+    begin = "model." if trained_on == "the text" else "model.language_model."
+    options = {
+        # of the text alone: the tower's layers have other names
+        "target_modules": ["q_proj", "o_proj", "in_proj_qkv", "gate_proj", "down_proj"],
+        "alpha_pattern": {rf"^{re.escape(begin)}layers.3.self_attn.q_proj": 1.5},
+        "rank_pattern": {rf"^{re.escape(begin)}layers.3.self_attn.o_proj": 3},
+    }
+    directory = adapter(base, tmp_path / "adapter", kind=kind, **options)
+    model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), directory)
+    merged = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in model.merge_and_unload().state_dict().items()
+    }
+    hf = text if stored == "the text" else seeing
+    run("import", hf, mcore, "--lora", directory)
+    run("export", mcore, back)
+    before, found = stored_tensors(hf), stored_tensors(back)
+    changed = {name for name in before if not torch.equal(found[name], before[name])}
+    assert len(changed) > 6 and not any(name.startswith(("mtp.", "model.visual.")) for name in changed)
+    for name in before:
+        plain = name.replace("model.language_model.", "model.")
+        if not name.startswith(("mtp.", "model.visual.")):
+            torch.testing.assert_close(found[name], merged[plain], rtol=1e-6, atol=1e-6, msg=name)
 
 
 def without(tensors: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
