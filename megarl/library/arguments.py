@@ -162,7 +162,10 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
         if name in _SOURCE_KEYS:
             continue
         keys = [name] if "." in name else _keys_of(name, algorithm, backend, known)
-        if len(keys) == 1:
+        if len(keys) == 1 and (odd := _of_no_yaml(_plain(value))) is not None:
+            fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
+            call.faults.append(Violation(name, type(odd).__name__, "no configuration can hold it", fix))
+        elif len(keys) == 1:
             call.put(keys[0], _plain(value), name)
         elif keys:
             fix = f"write it as a section: {keys[0].partition('.')[0]}={{...}}"
@@ -191,8 +194,9 @@ def _keys_of(name: str, algorithm: str, backend: Backend, known: Sequence[str]) 
     if f"data.{name}" in known:
         return [f"data.{name}"]
     own = algorithm_class(algorithm).section()
-    # first the algorithm's own keys, then those of the policy: what a person means who names nothing else
-    for section in (f"{own}.", "policy."):
+    # first the algorithm's own keys, then those of the policy and of the cluster: what a person means who
+    # names nothing else
+    for section in (f"{own}.", "policy.", "cluster."):
         if f"{section}{name}" in known:
             return [f"{section}{name}"]
     # keys of data sources are given with the data
@@ -477,3 +481,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if callable(getattr(value, "item", None)) else value
+
+
+def _of_no_yaml(value: Any) -> Any:
+    """Return the first part of a plain value that YAML cannot hold; None where there is none."""
+    if isinstance(value, str | int | float | None):
+        return None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None:
+        return value
+    return next((odd for each in parts if (odd := _of_no_yaml(each)) is not None), None)

@@ -15,6 +15,7 @@ import yaml
 from megarl.config.algorithms import algorithm_class
 from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
+from megarl.import_path import is_import_path
 from megarl.library.arguments import (
     Backend,
     Call,
@@ -270,7 +271,7 @@ def _write(
         )
     elif reward is not None:
         add_rewards(call, reward)
-    elif is_base and kind.GENERATES and at(call.written, "env.reward") is None:
+    elif is_base and kind.GENERATES and at(call.written, "env.reward") is None and not _rewards_itself(call):
         call.faults.append(
             Violation(
                 "reward",
@@ -322,6 +323,11 @@ def _write(
         (directory / _REWARDS).write_text(
             text + "\n\n".join(f"# {key}\n{source}" for key, source in call.sources.items()), encoding="utf-8"
         )
+
+
+def _rewards_itself(call: Call) -> bool:
+    """Return whether the call names an environment of its own, whose steps have rewards."""
+    return is_import_path(at(call.written, "env.environment") or "")
 
 
 def _rows_of(data: Any) -> int | None:

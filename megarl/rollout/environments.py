@@ -336,6 +336,9 @@ def _made(section: EnvConfig, key: str) -> Environment:
         faults = list(faults_of_schemas(kind.tools, key, name))
         if faults:
             raise ConfigError(faults)
+        if section.get("reward") or section.get("rewards"):
+            scored = f"{key.rpartition('.')[0]}.reward"
+            logger.warning("%s is not used: the steps of %s have the rewards", scored, name)
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
     environment: Environment = kind(section)
     return environment

@@ -183,6 +183,15 @@ def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> 
     assert "model = None" in (text := refusals("grpo")) and "data = None" in text and "reward = None" in text
 
 
+def test_an_environment_of_ones_own_has_its_own_rewards(called: Call) -> None:
+    environment = f"{Path(__file__).parents[1] / 'toys' / 'guess.py'}:Guess"
+    config = called("grpo", "model", ROWS, environment=environment, max_rollout_turns=3, gpus_per_node=2)
+    assert config["env"] == {"environment": environment} and config["cluster"] == {"gpus_per_node": 2}
+    text = refusals("grpo", "model", ROWS, right, environment=Call, tokenizer={"chat_template": [len]})
+    assert "environment = '_CallableGenericAlias': no configuration can hold it" in text
+    assert "tokenizer = 'builtin_function_or_method': no configuration can hold it" in text
+
+
 def test_other_mistakes() -> None:
     assert "did you mean 'grpo'?" in refusals("grop", "model", ROWS, right)
     assert "trains a second model" in refusals("ppo", "model", ROWS, right)
