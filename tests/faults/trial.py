@@ -18,6 +18,7 @@ from pathlib import Path
 from megarl.checkpoint.manifest import verify
 from megarl.distributed.ray_watch import CONTROL
 from megarl.distributed.ray_watch import RAYLET as OWN_RAYLET
+from megarl.errors import WorkerLostError
 from megarl.observe.launches import FINISHED, WORKERS, read_launches
 from megarl.observe.launches import Launch as RecordedLaunch
 from tests.faults import told as promised
@@ -55,6 +56,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 _SHELL = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 _STORAGE_EXIT = 1
 _CONSTRUCTION_S = 0.5
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +287,15 @@ class Trial:
             fault = faults.pop(0)
             happened = self._let_happen(launch, fault)
             code = happened.exit_code(self.within)
-            if code is BACK:
+            if happened.kind == "engine":
+                code = self._await_engines(launch)
+            elif code is BACK:
                 self._await_recovery(launch, happened)
+            if code is BACK:
                 continue
             if self._await_end(launch, happened, code) == 0:
-                # told to stop in its last step, or over before a stopped process of Ray was needed
-                if faults and happened.kind == "stop":
+                # told to stop in its last step, or over before an engine or a process of Ray was missed
+                if faults and happened.kind in ("stop", "engine"):
                     raise MissedError(f"{faults[0]} did not happen: the run was over")
                 assert not faults, f"the run is over, and {faults[0]} was to come"
                 break
@@ -314,7 +319,7 @@ class Trial:
         assert not damaged, f"damaged checkpoints: {damaged}"
         recorded = read_launches(self.run_dir)
         assert recorded[-1].outcome == FINISHED
-        counted = sum(restart.what == WORKERS for each in recorded for restart in each.restarts)
+        counted = self._restarts().count(WORKERS)
         assert counted == self.restarts, (
             f"{counted} restarts of workers are recorded, there were {self.restarts}"
         )
@@ -465,9 +470,9 @@ class Trial:
 
     def _await_recovery(self, launch: Launch, fault: Fault) -> None:
         """Wait until a launch has got over a fault that does not end it."""
-        if fault.kind in ("kill", "engine", *STANDS_STILL):
+        if fault.kind in ("kill", *STANDS_STILL):
             self.restarts += 1
-            launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
+            launch.await_moment(lambda: self._restarts().count(WORKERS) == self.restarts)
             restart = [
                 each
                 for launch in read_launches(self.run_dir)
@@ -487,6 +492,26 @@ class Trial:
         if fault.kind == "disk_full":
             self._await_failed_save(launch, lambda: True, "no space: a checkpoint takes about")
             _filler(launch, self._disk).unlink()
+
+    def _await_engines(self, launch: Launch) -> int | None:
+        """Wait until a launch has got over the loss of an engine, or has ended by it. Engines alone are
+        replaced where the policy has the weights that they had; else all workers go back to the newest
+        checkpoint, which the launch may have to leave to the next one."""
+        end, before = time.monotonic() + self.launches.patience_s, self._restarts()
+        while launch.process.poll() is None and self._restarts() == before:
+            assert time.monotonic() < end, f"the loss of an engine is not seen:\n{launch.output()[-3000:]}"
+            launch.stay(_POLL_S)
+        if launch.process.poll() is not None:
+            return WorkerLostError.exit_code
+        what = self._restarts()[-1]
+        self.told.words.append(f"{what} were started anew")
+        self.restarts += what == WORKERS
+        self.old = self.old if what == WORKERS else ()
+        return BACK
+
+    def _restarts(self) -> list[str]:
+        """What was started anew within the launches so far."""
+        return [restart.what for each in read_launches(self.run_dir) for restart in each.restarts]
 
     def _await_failed_save(self, launch: Launch, happened: Callable[[], bool], why: str = "") -> None:
         """Wait until a save has failed after the fault, and is warned of with the reason; what there was of
@@ -530,7 +555,7 @@ class Trial:
     def _await_end(self, launch: Launch, fault: Fault, code: int) -> int:
         begun = time.monotonic()
         found = launch.finish()
-        expected = {code, 0} if fault.kind in ("term", "stop") else {code}
+        expected = {code, 0} if fault.kind in ("term", "stop", "engine") else {code}
         assert found in expected, (
             f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
         )
@@ -544,7 +569,7 @@ class Trial:
         """Whether a launch that a fault ended has said what is promised."""
         said = launch.output(self.spoken)
         match fault.kind:
-            case "kill" | "hang" | "engine" if fault.rank is not None or fault.kind == "engine":
+            case "kill" | "hang" | "engine" if code and (fault.rank is not None or fault.kind == "engine"):
                 recorded = read_launches(self.run_dir)[-1]
                 assert recorded.end is not None, "the end of the launch is not recorded"
                 self._check_loss(launch, fault, recorded.end)
@@ -632,11 +657,6 @@ class Trial:
         launch.await_moment(lambda: len(ranks_of(launch)) == self.whole.ranks)
         self.old = tuple(ranks_of(launch))
         launch.kill_when(lambda: True)
-
-    def _recorded_restarts(self) -> int:
-        return sum(
-            restart.what == WORKERS for each in read_launches(self.run_dir) for restart in each.restarts
-        )
 
     def _order_io_errors(self, fault: Fault, who: str, below: Path) -> None:
         path = self.footprint.orders / f"eio-{who}"

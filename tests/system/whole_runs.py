@@ -254,7 +254,7 @@ class Launches:
 
     def __init__(self, patience_s: float = LONGEST_WAIT_S) -> None:
         self.all: list[Launch] = []
-        self._patience_s = patience_s
+        self.patience_s = patience_s
 
     def start(
         self,
@@ -303,7 +303,7 @@ class Launches:
                 preexec_fn=lambda: _as_from_a_shell(terminal),
                 start_new_session=True,
             )
-        self.all.append(Launch(process, run_dir, output_file, time.time(), self._patience_s))
+        self.all.append(Launch(process, run_dir, output_file, time.time(), self.patience_s))
         return self.all[-1]
 
     def finish(self, config: Path, run_dir: Path) -> Path:
