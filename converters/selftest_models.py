@@ -27,7 +27,8 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    # a quarter of it, which some models rotate, is an even number
+    "head_dim": 24,
     "max_position_embeddings": 64,
 }
 # set where the config class has them
@@ -47,12 +48,17 @@ _FURTHER_SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 20,
     "sliding_window": 9,
-    "num_nextn_predict_layers": 0,  # transformers neither makes nor saves such layers
+    "num_nextn_predict_layers": 0,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_SCALE = 0.2
 _FIX = "pass --config FILE, the config.json of a tiny model of the family"
 
 
@@ -65,6 +71,11 @@ def tiny_config(family: Family) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
+    if family.sees:
+        raise ConversionError(
+            f"no tiny config of {family.model_type} is made: its text is a config of its own",
+            f"write --family {family.model_type}_text, which has the same layers, or {_FIX}",
+        )
     like = config_class_name(family)
     if like is None:
         raise ConversionError(
@@ -80,8 +91,11 @@ def tiny_config(family: Family) -> dict[str, Any]:
         raise ConversionError(
             f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX
         ) from error
+    # transformers neither makes nor saves such a layer, and a config that does not say has one
+    without_mtp = {key: 0 for key in family.config_keys & {"mtp_num_hidden_layers"}}
     return {
         **described,
+        **without_mtp,
         "model_type": family.model_type,
         "architectures": [family.architecture_class],
         "dtype": "float32",
@@ -131,10 +145,13 @@ def save_random(
         model = AutoModelForCausalLM.from_config(
             make_hf_config(config), dtype=torch.float32, experts_implementation="eager"
         )
-        # Fresh norms are ones and fresh biases zeros, so that two of them could change places unseen.
+        # A recurrence multiplies rounding: at the usual scale transformers' float32 is 3e-4 from its float64.
+        scale = 0.05 if "linear_key_head_dim" in config else _SCALE
+        # Fresh norms are alike and fresh biases zeros, so that two of them could change places unseen.
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(_random(parameter))
+                noise = torch.randn(parameter.shape) * scale
+                parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
         model.save_pretrained(directory)
     else:
         save_tensors(
@@ -180,6 +197,6 @@ def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _random(like: Tensor) -> Tensor:
-    noise = torch.randn(like.shape) * 0.2
+    noise = torch.randn(like.shape) * _SCALE
     # Vectors are mostly norms, and around 1 they keep the activations in range.
     return 1.0 + noise if like.dim() == 1 else noise

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from converters.families import family_of
 from converters.selftest import Finding, selftest
 from converters.selftest_models import tiny_config
 from megarl.parity.converted import logprobs_by
 from megarl.parity.pool import WorkerPool
-from tests.tiers import slow
+from tests.tiers import sampled, slow
 from tests.unit.test_family_files import GRANITE, NO_MULTIPLIERS, forget_families, load_family_file, written  # noqa: F401
 
 # each rule hands its tensors on in another order, so that export undoes what import did
@@ -44,8 +46,11 @@ def first(findings: Iterator[Finding], wanted: set[str]) -> dict[tuple[str, str]
     return found
 
 
-def test_a_family_that_transformers_knows_by_another_name(pool: WorkerPool) -> None:
-    family = family_of("kimi_k2")
+@sampled(2)
+@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_family_that_is_made_otherwise(pool: WorkerPool, name: str) -> None:
+    """Known to transformers by another name, or with a recurrence and an MTP layer that it does not make."""
+    family = family_of(name)
     found = first(selftest(family, tiny_config(family), logprobs_by(pool, [])), {"as it is"})
     assert found["log-probabilities", "as it is"] == found["tensors", "as it is"] == "passed"
 
