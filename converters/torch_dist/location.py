@@ -57,6 +57,11 @@ def find_checkpoint(directory: Path) -> Path:
     fix = "give the directory of a Megatron checkpoint"
     if (directory / "config.json").is_file():
         fix = f"it looks like a Hugging Face model, which import converts; else {fix}"
+    if directory.is_dir() and any(directory.glob("mp_rank_00*")):
+        fix = (
+            "it is in Megatron-LM's older format (mp_rank_00), which is not read: let Megatron-LM write it "
+            "again, with --ckpt-convert-format torch_dist and --ckpt-convert-save"
+        )
     raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", fix)
 
 

@@ -46,6 +46,11 @@ ASKED = {"role": "user", "content": "asked0first"}
 _NAME, _IDENTIFIER = "look_up", "call00001"
 
 
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template reads the tools that it is given."""
+    return re.search(r"\btools\b", str(tokenizer.chat_template)) is not None
+
+
 class ChatTemplate:
     """The chat template of a tokenizer with the values that a run gives it.
 

@@ -336,9 +336,11 @@ def _made(section: EnvConfig, key: str) -> Environment:
         faults = list(faults_of_schemas(kind.tools, key, name))
         if faults:
             raise ConfigError(faults)
-        if section.get("reward") or section.get("rewards"):
-            scored = f"{key.rpartition('.')[0]}.reward"
-            logger.warning("%s is not used: the steps of %s have the rewards", scored, name)
+        around = key.rpartition(".")[0]
+        if section["reward"] is not None or section["rewards"] is not None:
+            logger.warning("%s.reward is not used: the steps of %s have the rewards", around, name)
+        if kind.tools and section["tool_parser"] is None:
+            logger.warning("%s.tool_parser is null: no call of the tools of %s is read", around, name)
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
     environment: Environment = kind(section)
     return environment

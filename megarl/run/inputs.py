@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.config.algorithms import algorithm_class, generates, step_size
+from megarl.config.environments import TOOLS
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_name, validation_sources
-from megarl.data.chat_template import reads_clock
+from megarl.data.chat_template import reads_clock, shows_tools
 from megarl.data.datasets import Dataset, Example, Reading, load_dataset
 from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
 from megarl.data.tokenization import get_tokenizer
@@ -131,6 +132,11 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
     told = tools_told(environment)
+    if any(told.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
+        logger.warning(
+            "the chat template does not show the policy the tools of the environment: say in the prompts "
+            "what there is, and how a call is written"
+        )
     if (at(config, f"{algorithm_class(config['algorithm']).section()}.max_rollout_turns") or 1) > 1:
         _check_observations(policy, tokenizer, stops, with_tools=any(told.values()))
     reading = Reading(

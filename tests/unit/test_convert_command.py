@@ -237,6 +237,7 @@ def test_damaged_checkpoints(
         (["import", "nowhere/at/all", "x"], "does not exist"),
         (["export", "nowhere", "x"], "holds no torch_dist checkpoint"),
         (["export", "hf", "x"], "it looks like a Hugging Face model, which import converts"),
+        (["inspect", "legacy"], "in Megatron-LM's older format (mp_rank_00), which is not read"),
         (["verify", "nowhere"], "is no directory"),
         (["verify", ".", ".", "."], "one or two checkpoints"),
         (["inspect", "."], "holds no torch_dist checkpoint"),
@@ -252,6 +253,7 @@ def test_wrong_arguments(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
     assert main(argv) == 2
     assert said in capsys.readouterr().err
 
