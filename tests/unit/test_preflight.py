@@ -21,8 +21,9 @@ from megarl.config.recipes import recipes
 from megarl.config.validate import validate_config
 from megarl.errors import DataError, MachineError
 from megarl.run import preflight
+from megarl.run.loop import Schedule
 from megarl.run.preflight import findings, print_findings, require_this_machine
-from megarl.run.run import run
+from megarl.run.run import _generates, run
 from tests.unit.driver_runs import make_config
 
 CONFIG = Mapping[str, Any]
@@ -89,6 +90,9 @@ def test_a_ledger_that_is_to_be_repeated_is_there(config: dict[str, Any], tmp_pa
     ]
     (run_dir / "ledger").mkdir(parents=True)
     assert findings(repeating) == []
+    # and is asked instead of engines, which a validation needs
+    assert _generates(config, Schedule(8)) and not _generates(repeating, Schedule(8))  # type: ignore[arg-type]
+    assert _generates(repeating, Schedule(8, val_at_end=True))  # type: ignore[arg-type]
 
 
 def test_data_are_not_read_for_a_model_that_is_not_there(
