@@ -314,14 +314,13 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
         )
         for subset in subsets
     ]
-    if Path(place).is_dir():
-        for _, loaded in found:
-            _refuse_guesses(loaded, source, known)
+    for _, loaded in found:
+        _refuse_guesses(loaded, source, known, is_local=Path(place).is_dir())
     return found
 
 
-def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None) -> None:
-    """Refuse JSON files of a directory if the library changes a field that is read.
+def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, *, is_local: bool) -> None:
+    """Refuse JSON files of a directory, or of the hub, if the library changes a field that is read.
 
     Of a field with texts in some records and numbers in others it makes the number 8 of the text 08, and 1000
     of 1e3; of one whose texts all look like dates it makes dates."""
@@ -332,10 +331,11 @@ def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None) -> 
     for key in itertools.chain.from_iterable(map(fields_of_key, keys)):
         column = key if key in loaded.features else (key_steps(key) or (key,))[0]
         if _is_guessed(loaded.features.get(column)):
+            first = "" if is_local else "hf download --repo-type dataset --local-dir DIR, and "
             raise DataError(
                 f"{source_name(source)}: {column!r} holds texts in some records and something else in "
-                "others, or texts that look like dates, and the library that reads directories changes them "
-                "(08 becomes 8). Fix: give the path of each file, as a list of sources"
+                "others, or texts that look like dates, and the datasets library changes them (08 becomes "
+                f"8). Fix: {first}give the path of each file, as a list of sources"
             )
 
 

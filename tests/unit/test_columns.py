@@ -581,6 +581,22 @@ def test_a_directory_whose_texts_the_library_changes_is_refused(
         assert [each.answer for each in found.examples][1] in ("08", "7.5", "2026-01-03")
 
 
+def test_a_set_of_the_hub_whose_texts_the_library_changes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": "How many?", "answer": answer} for answer in (7, "08")]
+    file, read = write(tmp_path, rows), datasets.load_dataset
+    # the hub is not asked: its files are read as the library reads those of a set of JSON lines
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, subset, split: read("json", data_files=str(file), split=split)
+    )
+    config: Any = {"max_input_seq_length": 40, "cache_dir": str(tmp_path / "cache")}
+    reading = Reading(config, tokenizer_of("qwen2.5"), False, stop_tokens=())
+    source: Any = {"name": "some/set", "prompt_key": "question", "answer_key": "answer"}
+    with pytest.raises(DataError, match=r"some/set: 'answer' holds texts.*Fix: hf download --repo-type"):
+        load_dataset(source, reading)
+
+
 def test_a_directory_of_texts_that_are_numbers_keeps_them(tmp_path: Path) -> None:
     rows = [{"question": "1+1?", "answer": text, "meta": mixed} for text, mixed in (("007", 1), ("1e3", "a"))]
     write(tmp_path / "set", rows)
