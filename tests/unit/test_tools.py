@@ -22,6 +22,7 @@ from pyarrow import parquet
 from megarl.config.environments import TOOL_PARSERS, EnvConfig
 from megarl.config.load import load_config
 from megarl.config.recipes import find
+from megarl.data.chat_template import shows_tools
 from megarl.data.datasets import Example
 from megarl.data.records import read_records
 from megarl.errors import ConfigError
@@ -504,6 +505,22 @@ def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:
         and samples["accuracy"].tolist() == [1.0]
     )
     assert metrics["calls"] == 2 and metrics["tool_errors"] == 2
+
+
+def test_what_an_environment_of_ones_own_does_not_read_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    toy = Path(__file__).parents[1] / "toys" / "two_tools.py"
+    own = {"environment": f"{toy}:TwoTools", "reward": "math", "tool_parser": None}
+    make_environment({**defaults_of(EnvConfig), **own}).close()  # type: ignore[typeddict-item]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"env.reward is not used: the steps of {toy}:TwoTools have the rewards",
+        f"env.tool_parser is null: no call of the tools of {toy}:TwoTools is read",
+    ]
+    caplog.clear()
+    own |= {"reward": None, "tool_parser": "hermes"}
+    make_environment({**defaults_of(EnvConfig), **own}).close()  # type: ignore[typeddict-item]
+    assert not caplog.records
+    assert [shows_tools(tokenizer_of(name)) for name in ("qwen2.5", "gemma2")] == [True, False]
 
 
 @pytest.mark.parametrize("on_bad_call", ["observe", "end"])
