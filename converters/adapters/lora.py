@@ -79,11 +79,12 @@ class LoraAdapter:
         self.source: AdapterSource = (
             MegatronAdapter(directory, architecture) if is_megatron else PeftDirectory(directory)
         )
-        self._config = self.source.config
         self.base: dict[str, str] = {}
         tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
         if isinstance(self.source, PeftDirectory):
             self.source.name_as(tensors)
+        # only now: its patterns may have names of another class
+        self._config = self.source.config
         replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
         self.replaced = replacements.found
         self.factors = self._fit(tensors, architecture, replacements)

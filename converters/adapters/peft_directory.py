@@ -14,7 +14,7 @@ from converters.errors import ConversionError
 from converters.families.base import NESTED_PREFIX
 from converters.files.reading import read_json_object
 
-_TEXT_PREFIX = "model."
+_TEXT_PREFIX, _TOWER_PREFIX = "model.", "model.visual."
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -39,15 +39,32 @@ class PeftDirectory(SafetensorsFile):
         itself: ``AutoModelForCausalLM`` calls ``model.`` what a published vision-language model calls
         ``model.language_model.``, and an adapter has the names of the class that it was trained with."""
         is_nested = any(name.startswith(NESTED_PREFIX) for name in names)
-        was_nested = any(name.startswith(f"{PEFT_PREFIX}{NESTED_PREFIX}") for name in self._entries)
-        if is_nested != was_nested:
-            theirs, ours = (NESTED_PREFIX, _TEXT_PREFIX) if was_nested else (_TEXT_PREFIX, NESTED_PREFIX)
-            self._entries = {
-                name.replace(f"{PEFT_PREFIX}{theirs}", f"{PEFT_PREFIX}{ours}", 1): entry
-                for name, entry in self._entries.items()
-            }
-            # patterns of ranks and scales have the names of the training
-            self.config = replace(self.config, beginnings=(ours, theirs))
+        theirs, ours = (_TEXT_PREFIX, NESTED_PREFIX) if is_nested else (NESTED_PREFIX, _TEXT_PREFIX)
+
+        def renamed(name: str) -> str:
+            # The tower has one name in both, and a nested name begins as one of the text does.
+            if not name.startswith(theirs) or (is_nested and name.startswith((_TOWER_PREFIX, ours))):
+                return name
+            return ours + name.removeprefix(theirs)
+
+        entries = {
+            PEFT_PREFIX + renamed(name.removeprefix(PEFT_PREFIX))
+            if name.startswith(PEFT_PREFIX)
+            else name: entry
+            for name, entry in self._entries.items()
+        }
+        if entries.keys() == self._entries.keys():
+            return
+        self._entries, listed = entries, self.config
+        self.config = replace(
+            listed,
+            targets=frozenset(map(renamed, listed.targets)),
+            target_parameters=frozenset(map(renamed, listed.target_parameters)),
+            saved_modules=frozenset(map(renamed, listed.saved_modules)),
+            token_indices={renamed(name): rows for name, rows in listed.token_indices.items()},
+            # patterns of ranks and scales are expressions, which are matched with the names of the training
+            beginnings=(ours, theirs),
+        )
 
     def files(self) -> list[Path]:
         """See ``AdapterSource``."""

@@ -294,8 +294,9 @@ def test_an_adapter_of_a_vision_language_model(trained_on: str, stored: str, tmp
     options = {
         # of the text alone: the tower's layers have other names
         "target_modules": ["q_proj", "o_proj", "in_proj_qkv", "gate_proj", "down_proj"],
-        "alpha_pattern": {rf"^{re.escape(begin)}layers.3.self_attn.q_proj": 1.5},
-        "rank_pattern": {rf"^{re.escape(begin)}layers.3.self_attn.o_proj": 3},
+        # layer 1 alone has attention
+        "alpha_pattern": {rf"^{re.escape(begin)}layers.1.self_attn.q_proj": 1.5},
+        "rank_pattern": {rf"^{re.escape(begin)}layers.1.self_attn.o_proj": 3},
     }
     directory = adapter(base, tmp_path / "adapter", kind=kind, **options)
     model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), directory)
