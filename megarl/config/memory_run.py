@@ -150,8 +150,9 @@ def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     if configured is not None:
-        # a configured size is that of both
-        return int(configured * GIB), 0
+        # A configured size is that of both; but each holds the largest weight, which is gathered beside them
+        # where it is larger than what is set aside for that.
+        return max(int(configured * GIB), 2 * largest), largest if largest > GATHERED_BYTES else 0
     return 2 * max(SLOT_BYTES, largest), max(GATHERED_BYTES, largest)
 
 

@@ -325,9 +325,6 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]
-    if generation is not None:
-        buffers, given = "policy.refit_buffer_size_gb", policy["refit_buffer_size_gb"]
-        found[buffers] = [size for size in (2.0, 1.0, 0.5) if given is None or size < given]
     optimizer = f"{section}.optimizer"
     if backend == "megatron" and at(config, f"{optimizer}.use_distributed_optimizer"):
         found |= {

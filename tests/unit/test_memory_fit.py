@@ -124,11 +124,14 @@ def test_what_is_not_refused_is_doubted(overrides: tuple[str, ...]) -> None:
         assert doubt_of_memory(config_of(SMALL, *overrides, *shlex.split(changes))) is None, changes
 
 
-def test_a_refit_without_room_has_smaller_buffers() -> None:
+@pytest.mark.parametrize("size", ["0.5", "1.0", "1.5"])
+def test_small_buffers_of_a_refit_hold_the_largest_weight_all_the_same(size: str) -> None:
+    """A smaller size than that is refused at the first refit, and the weight is gathered beside them."""
     overrides = ("grpo-qwen3-4b-lora-1gpu-24gb-megatron", "cluster.device_memory_gib=20")
-    text = doubt_of_memory(config_of(*overrides))
-    assert text is not None and "refit takes 20.3 GiB; it would with policy.refit_buffer_size_gb=1.0" in text
-    assert doubt_of_memory(config_of(*overrides, "policy.refit_buffer_size_gb=1.0")) is None
+    said = "refit takes 20.3 GiB; train a smaller model, or divide it over more devices"
+    for each in (overrides, (*overrides, f"policy.refit_buffer_size_gb={size}")):
+        text = doubt_of_memory(config_of(*each))
+        assert text is not None and said in text
 
 
 def test_without_the_size_of_a_device_nothing_is_refused() -> None:

@@ -209,8 +209,10 @@ def test_the_ledger_by_hand() -> None:
     assert generation.total == starts.total + 2 * vocabulary
     assert logprobs.total == sleeps.total + rank.scoring + 2 * vocabulary
     assert training.total == CONTEXT_REST + rank.peak + ENGINE_REST + 2 * vocabulary
-    fixed = device_ledger({**config["policy"], "refit_buffer_size_gb": 0.25}, rank, engine, facts)
-    assert fixed[4].transfer == fixed[5].transfer == GIB // 4
+    # each buffer holds the largest weight, whatever is configured
+    for size, buffers in ((0.25, 2 * vocabulary), (8.0, 8 * GIB)):
+        fixed = device_ledger({**config["policy"], "refit_buffer_size_gb": size}, rank, engine, facts)
+        assert (fixed[4].transfer, fixed[5].transfer) == (buffers + vocabulary, buffers)
 
 
 def test_policies_that_generate_have_no_ledger() -> None:
