@@ -633,8 +633,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
     # As quoted texts: a path may look like another value to YAML.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
-    # The check counts gradients and states of an optimizer, which an evaluation has not.
-    chosen.append("++cluster.memory_check=warn")
+    if not any("cluster.memory_check=" in word for word in arguments.overrides):
+        # the check counts gradients and states of an optimizer, which an evaluation has not
+        chosen.append("++cluster.memory_check=warn")
     if arguments.adapter is not None:
         # whatever the configuration would train: only the sum is evaluated
         chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]

@@ -82,8 +82,8 @@ def find(text: str) -> Path:
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
         # As the documents write it, from a clone.
-        name = f"{path.parent.name}/{path.stem}".removeprefix("configs/")
-        if not path.exists() and _shipped(name) is not None:
+        name = "/".join((*path.parts[:-1], path.stem)).removeprefix("configs/")
+        if path.parts[0] == "configs" and not path.exists() and _shipped(name) is not None:
             raise ConfigError(f"{text}: there is no such file here. Fix: write {name}, which is shipped")
         return path
     shipped = _shipped(text)

@@ -331,7 +331,8 @@ def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, *, 
     for key in itertools.chain.from_iterable(map(fields_of_key, keys)):
         column = key if key in loaded.features else (key_steps(key) or (key,))[0]
         if _is_guessed(loaded.features.get(column)):
-            first = "" if is_local else "hf download --repo-type dataset --local-dir DIR, and "
+            name = known.hub if known is not None else source.get("name")
+            first = "" if is_local else f"hf download {name} --repo-type dataset --local-dir DIR, and "
             raise DataError(
                 f"{source_name(source)}: {column!r} holds texts in some records and something else in "
                 "others, or texts that look like dates, and the datasets library changes them (08 becomes "

@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,6 +135,8 @@ def begin(algorithm: str, backend: Backend) -> Call:
     try:
         path = find(algorithm)
     except ConfigError as error:
+        if algorithm.endswith((".yaml", ".yml")):
+            raise
         known = [*_ALONE, *OVER_GRPO]
         near = difflib.get_close_matches(algorithm, known, n=1)
         fix = f"did you mean {near[0]!r}? It may be" if near else "give"
@@ -162,7 +165,7 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
         if name in _SOURCE_KEYS:
             continue
         keys = [name] if "." in name else _keys_of(name, algorithm, backend, known)
-        if len(keys) == 1 and (odd := _of_no_yaml(_plain(value))) is not None:
+        if len(keys) == 1 and (odd := of_no_yaml(_plain(value))) is not None:
             fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
             call.faults.append(Violation(name, type(odd).__name__, "no configuration can hold it", fix))
         elif len(keys) == 1:
@@ -480,14 +483,18 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value.item() if callable(getattr(value, "item", None)) else value
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    # of numpy and torch
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
-def _of_no_yaml(value: Any) -> Any:
+def of_no_yaml(value: Any) -> Any:
     """Return the first part of a plain value that YAML cannot hold; None where there is none."""
-    if isinstance(value, str | int | float | None):
+    # exactly: of a class of one's own YAML knows nothing
+    if type(value) in (str, int, float, bool, type(None)):
         return None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         return value
-    return next((odd for each in parts if (odd := _of_no_yaml(each)) is not None), None)
+    return next((odd for each in parts if (odd := of_no_yaml(each)) is not None), None)

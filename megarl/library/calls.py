@@ -26,6 +26,7 @@ from megarl.library.arguments import (
     add_sizes,
     begin,
     is_of_base,
+    of_no_yaml,
     require_parameters_in_data,
 )
 from megarl.library.process import STOPPED, error_of, run_command, show
@@ -296,6 +297,11 @@ def _write(
         # where it was refused, so that the rest can be checked
         call.default("policy.model_name", "absent")
         add_sizes(call, name, _rows_of(data["data"]))
+    odd = of_no_yaml(call.written)
+    if odd is not None:
+        fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
+        call.faults.append(Violation("arguments", type(odd).__name__, "no configuration can hold it", fix))
+        call.require()
     _dump(call.written, path)
     try:
         load_and_check(str(path), [])
@@ -327,7 +333,8 @@ def _write(
 
 def _rewards_itself(call: Call) -> bool:
     """Return whether the call names an environment of its own, whose steps have rewards."""
-    return is_import_path(at(call.written, "env.environment") or "")
+    named = at(call.written, "env.environment")
+    return isinstance(named, str) and is_import_path(named)
 
 
 def _rows_of(data: Any) -> int | None:

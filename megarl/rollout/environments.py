@@ -338,7 +338,7 @@ def _made(section: EnvConfig, key: str) -> Environment:
             raise ConfigError(faults)
         around = key.rpartition(".")[0]
         if section["reward"] is not None or section["rewards"] is not None:
-            logger.warning("%s.reward is not used: the steps of %s have the rewards", around, name)
+            logger.warning("%s.reward is not used by megarl: the steps of %s have the rewards", around, name)
         if kind.tools and section["tool_parser"] is None:
             logger.warning("%s.tool_parser is null: no call of the tools of %s is read", around, name)
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)

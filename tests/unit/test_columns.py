@@ -593,7 +593,9 @@ def test_a_set_of_the_hub_whose_texts_the_library_changes_is_refused(
     config: Any = {"max_input_seq_length": 40, "cache_dir": str(tmp_path / "cache")}
     reading = Reading(config, tokenizer_of("qwen2.5"), False, stop_tokens=())
     source: Any = {"name": "some/set", "prompt_key": "question", "answer_key": "answer"}
-    with pytest.raises(DataError, match=r"some/set: 'answer' holds texts.*Fix: hf download --repo-type"):
+    with pytest.raises(
+        DataError, match=r"some/set: 'answer' holds texts.*Fix: hf download some/set --repo-type"
+    ):
         load_dataset(source, reading)
 
 

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import megarl
@@ -190,6 +192,24 @@ def test_an_environment_of_ones_own_has_its_own_rewards(called: Call) -> None:
     text = refusals("grpo", "model", ROWS, right, environment=Call, tokenizer={"chat_template": [len]})
     assert "environment = '_CallableGenericAlias': no configuration can hold it" in text
     assert "tokenizer = 'builtin_function_or_method': no configuration can hold it" in text
+    odd = {"math": {"weight": torch.float32}}
+    assert "arguments = 'dtype': no conf" in refusals("grpo", "model", ROWS, odd)
+    assert "environment (env.environment) = 3" in refusals("grpo", "model", ROWS, right, environment=3)
+
+
+def test_values_of_other_libraries_are_plain(called: Call) -> None:
+    class Precision(StrEnum):
+        HALF = "bfloat16"
+
+    plain = {
+        "precision": Precision.HALF,
+        "learning_rate": np.float32(0.5),
+        "stop_token_ids": np.array([3, 5]),
+    }
+    config = called("grpo", "model", ROWS, right, **plain)
+    assert config["policy"]["precision"] == "bfloat16"
+    assert config["policy"]["generation"]["stop_token_ids"] == [3, 5]
+    assert config["policy"]["megatron_cfg"]["optimizer"]["lr"] == 0.5
 
 
 def test_other_mistakes() -> None:

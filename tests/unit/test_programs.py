@@ -154,6 +154,25 @@ def test_tests_of_every_form(code: str, tests: str, score: float, share: float) 
     assert judge(fenced(code), tests, PLAIN, partial=True) == share
 
 
+@pytest.mark.parametrize(("file", "fault"), TABLES["files of tests"])
+def test_files_of_tests_are_understood_or_refused(file: str, fault: str | None) -> None:
+    """By pytest's meaning: what never runs would let every program pass."""
+    found = fault_of_tests(file)
+    if fault is not None:
+        assert fault in str(found)
+        return
+    assert found is None or isinstance(found, Doubt)
+    # a function of the program's own with the name of one of a test's
+    right = SUM + "\ndef helper(x):\n    return x"
+    wrong = "def add(a, b):\n    return -1"
+    assert [judge(fenced(code), file, PLAIN) for code in (right, wrong)] == [1, 0]
+
+
+def test_a_file_of_tests_that_is_nested_too_deeply_is_refused() -> None:
+    file = f"def test_a():\n    assert {' + '.join(['add(0, 0)'] * 1500)} == 0"
+    assert "nested too deeply" in str(fault_of_tests(file))
+
+
 LEETCODE = """
 class Solution:
     def run(self, numbers: List[int], most: Optional[int] = None) -> Dict[str, int]:

@@ -1,27 +1,39 @@
-"""Tests of a program that are written as a file of Python: functions for pytest (KodCode), or asserts."""
+"""Tests of a program that are written as a file of Python: functions for pytest (KodCode), or asserts.
+
+pytest runs the functions of a file one after the other, in one process that has the file's names. Here each
+is a statement of its own, with what it needs of the file. What would then mean something else, or needs
+pytest itself, is refused by name: a test that never runs lets every program pass.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
+from megarl.rollout.programs.statements import reason_against
 
 # What data sets call the file that a program stands in.
 _PROGRAM = "solution"
 # JSON, which other forms are, has no line that begins so; parsing megabytes of it as Python would take long.
-_BEGINS = re.compile(r"^(?:from|import|def|class|assert)\s|^@", re.MULTILINE)
+_BEGINS = re.compile(r"^(?:from|import|def|async|class|assert)\s|^@", re.MULTILINE)
+_FIXTURE = re.compile(r"(?:setup|teardown)(?:_\w+)?|setUp|tearDown")
+_OURS = {*FUNCTIONS, *ALWAYS_OURS, *EXCEPTIONS, *MODULES}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def statements_of_file(text: str) -> tuple[str, ...] | None:
     """Return a statement for each test function of a file, which defines it and calls it, or the whole file
     where it has none; None for a text that is no file of tests.
 
-    What else is at the top level stands before each; of the imports, those that the function uses, since one
-    module that is not there outside of the program would keep all tests from being evaluated there. The
-    program's own names need no import.
+    What else is at the top level stands before each; of the imports, those that are used, since one module
+    that is not there outside of the program would keep a test from being evaluated there. The program's own
+    names need no import. Tests that share an object are one statement together.
 
     Raises:
-        ValueError: it is one, and needs what only pytest has, or lacks the call of its function.
+        ValueError: it is one, and has what is not understood.
     """
     if not _BEGINS.search(text):
         return None
@@ -29,88 +41,212 @@ def statements_of_file(text: str) -> tuple[str, ...] | None:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    if not any(isinstance(node, ast.Assert | ast.FunctionDef | ast.ClassDef) for node in tree.body):
+    if not any(isinstance(node, ast.Assert | ast.ClassDef | Function) for node in tree.body):
         return None
-    nodes: list[ast.stmt] = [_ExpectedErrors().visit(each) for node in tree.body for each in _own(node)]
-    tests = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
-    rest = [each for each in nodes if each not in tests]
-    fault = _fault_of_tests(tests, rest)
+    try:
+        return tuple(map(_checked, _statements(tree)))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _statements(tree: ast.Module) -> Iterator[str]:
+    tests = {node.name: node for node in tree.body if isinstance(node, Function) and _is_test(node.name)}
+    fault = _fault_of_tests(tree, tests)
     if fault is not None:
         raise ValueError(fault)
+    body = _Plain(tree).visit(tree).body
+    rest = [node for node in body if not (isinstance(node, Function) and _is_test(node.name))]
     if not tests:
-        return (_text(_used(rest, rest)),)
-    return tuple(
-        _text([*_used(rest, [*rest, test]), test, *ast.parse(f"{test.name}()").body]) for test in tests
+        yield _text([*_used(rest, rest)])
+        return
+    shared = {
+        name for node in rest if isinstance(node, ast.Assign) and _has_call(node) for name in _made(node)
+    }
+    together = sum(bool(_names([test]) & shared) for test in tests.values()) > 1
+    for called in [list(tests)] if together else [[name] for name in tests]:
+        functions = [tests[name] for name in _reached(called, tests)]
+        calls = ast.parse("\n".join(f"{name}()" for name in called)).body
+        yield _text([*_used(rest, [*rest, *functions]), *functions, *calls])
+
+
+def _is_test(name: str) -> bool:
+    return name.startswith("test")
+
+
+def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
+    """Say what of a file is not understood, or None."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(each.name == _PROGRAM for each in node.names):
+            return (
+                f"it imports the program as a module: store 'from {_PROGRAM} import NAME', and use the name"
+            )
+        if isinstance(node, ast.ImportFrom) and _is_of_program(node):
+            own = sorted({each.name for each in node.names} & {*_OURS, "*"})
+            if own:
+                return f"it tests {own[0]} of the program, which is a name of Python's own too"
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef) and any(
+            _is_test(inner.name) for inner in each.body if isinstance(inner, Function)
+        ):
+            return f"its tests are methods of {each.name}: store functions test_...(), or assert statements"
+        if isinstance(each, Function) and (_FIXTURE.fullmatch(each.name) or "fixture" in _decorators(each)):
+            return f"{each.name}() is run by pytest alone: call it in the tests"
+    for name, test in tests.items():
+        if test.args.args or test.decorator_list or isinstance(test, ast.AsyncFunctionDef):
+            return (
+                f"{name}() needs pytest (a fixture, a decorator or a loop): store functions without arguments"
+            )
+        if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
+            return f"{name}() is a generator, of which a call runs nothing"
+    if tests or any(isinstance(each, ast.Assert) for each in _executed(tree)):
+        return None
+    called = {name for each in _executed(tree) if isinstance(each, ast.Expr) for name in _names([each])}
+    functions = [each.name for each in tree.body if isinstance(each, Function)]
+    if any(name in called for name in functions):
+        return None
+    name = functions[0] if functions else "nothing"
+    return (
+        f"it defines {name}() and calls it nowhere: add the line {name}(NAME), with the name of the function "
+        "that it tests (in a column such as entry_point)"
     )
 
 
-def _own(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield what is left of a statement without an import of the program, whose names are there."""
-    if isinstance(node, ast.Import) and any(each.name == _PROGRAM for each in node.names):
-        raise ValueError(
-            f"it imports the program as a module: store 'from {_PROGRAM} import NAME', and use the name"
-        )
-    if not (isinstance(node, ast.ImportFrom) and node.module == _PROGRAM):
-        yield node
-        return
-    for each in node.names:
-        if each.asname is not None:
-            yield from ast.parse(f"{each.asname} = {each.name}").body
+def _is_of_program(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == _PROGRAM
 
 
-class _ExpectedErrors(ast.NodeTransformer):
-    """Says ``with pytest.raises(KIND)`` by try and except, which can be evaluated outside of the program."""
+def _decorators(node: Function) -> str:
+    return " ".join(map(ast.unparse, node.decorator_list))
+
+
+def _executed(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` in its place."""
+    for node in tree.body:
+        yield from [node] if (guarded := _guarded(node)) is None else guarded
+
+
+def _guarded(node: ast.stmt) -> list[ast.stmt] | None:
+    """Return what is under ``if __name__ == "__main__"``, or None for any other statement."""
+    return node.body if isinstance(node, ast.If) and "__name__" in _names([node.test]) else None
+
+
+class _Plain(ast.NodeTransformer):
+    """Takes imports of the program out of a file, and says ``pytest.raises(KIND)`` by try and except and ``==
+    pytest.approx(NUMBER)`` by a comparison, which can be evaluated outside of the program.
+
+    Args:
+        tree: the file; what gets a value in it is no name of a kind of error.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._made = {name for node in ast.walk(tree) for name in _made(node)}
+        self._has_tests = any(isinstance(node, Function) and _is_test(node.name) for node in tree.body)
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        guarded = _guarded(node)
+        # Behind tests it calls them, or pytest; without any it is what runs.
+        return node if guarded is None else [] if self._has_tests else guarded
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
+        if not _is_of_program(node):
+            return node
+        aliases = [f"{each.asname} = {each.name}" for each in node.names if each.asname is not None]
+        return ast.parse("\n".join(aliases) or "pass").body
 
     def visit_With(self, node: ast.With) -> ast.With | list[ast.stmt]:
         self.generic_visit(node)
         [*others, item] = node.items
-        call = item.context_expr
-        if (
-            others
-            or item.optional_vars is not None
-            or not isinstance(call, ast.Call)
-            or ast.unparse(call.func) != "pytest.raises"
-            or len(call.args) != 1
-            or call.keywords
-        ):
+        kind = _only_argument(item.context_expr, "pytest.raises")
+        if others or item.optional_vars is not None or kind is None or not self._is_kind(kind):
             return node
         before, raised, after = ast.parse("was_raised = False\nwas_raised = True\nassert was_raised").body
-        handler = ast.ExceptHandler(call.args[0], None, [raised])
-        return [before, ast.Try(node.body, [handler], [], []), after]
+        return [before, ast.Try(node.body, [ast.ExceptHandler(kind, None, [raised])], [], []), after]
+
+    def _is_kind(self, kind: ast.expr) -> bool:
+        names = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+        return all(isinstance(each, ast.Name) and each.id not in self._made for each in names)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        [right, *others] = node.comparators
+        number = _only_argument(right, "pytest.approx")
+        if others or not isinstance(node.ops[0], ast.Eq) or number is None or _names([number]):
+            return node
+        # pytest's own bounds
+        bound = f"max(1e-6 * abs({ast.unparse(number)}), 1e-12)"
+        apart = f"abs(({ast.unparse(node.left)}) - ({ast.unparse(number)}))"
+        return ast.parse(f"{apart} <= {bound}", mode="eval").body
 
 
-def _fault_of_tests(tests: Sequence[ast.FunctionDef], rest: Sequence[ast.stmt]) -> str | None:
-    """Say what tests need that is not there, or None."""
-    classes = [each.name for each in rest if isinstance(each, ast.ClassDef) and each.name.startswith("Test")]
-    if classes:
-        return f"its tests are methods of {classes[0]}: store functions test_...(), or assert statements"
-    wanting = [each.name for each in tests if each.args.args or each.decorator_list]
-    if wanting:
-        return f"{wanting[0]}() needs pytest (a fixture or a decorator): store functions without arguments"
-    used = _names(rest)
-    uncalled = [each.name for each in rest if isinstance(each, ast.FunctionDef) and each.name not in used]
-    if uncalled and not tests:
-        return (
-            f"it defines {uncalled[0]}() and calls it nowhere: add the line {uncalled[0]}(NAME), with the "
-            "name of the function that it tests (in a column such as entry_point)"
-        )
-    return None
+def _only_argument(node: ast.expr, function: str) -> ast.expr | None:
+    """Return the argument of a call of ``function`` with one alone; None for anything else."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != function or node.keywords:
+        return None
+    return node.args[0] if len(node.args) == 1 else None
 
 
-def _used(rest: Sequence[ast.stmt], users: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Return statements without imports of names that none of ``users`` reads."""
+def _made(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node gives values to, those of imported aliases too."""
+    for each in ast.walk(node) if isinstance(node, ast.stmt) else ():
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            yield each.id
+        elif isinstance(each, ast.ImportFrom) and _is_of_program(each):
+            yield from (alias.asname for alias in each.names if alias.asname is not None)
+
+
+def _has_call(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Call) for each in ast.walk(node))
+
+
+def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
+    """Return tests and those that they call, in the order of the file."""
+    found, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _names([tests[name]]) & tests.keys()
+    return [name for name in tests if name in found]
+
+
+def _used(rest: Sequence[ast.stmt], users: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements without imports of names that none of ``users`` reads."""
     names = _names(users)
-    return [
-        each
-        for each in rest
-        if not isinstance(each, ast.Import | ast.ImportFrom)
-        or any((alias.asname or alias.name.partition(".")[0]) in {*names, "*"} for alias in each.names)
-    ]
+    for each in rest:
+        if not isinstance(each, ast.Import | ast.ImportFrom) or any(
+            (alias.asname or alias.name.partition(".")[0]) in {*names, "*"} for alias in each.names
+        ):
+            yield each
 
 
-def _names(nodes: Sequence[ast.stmt]) -> set[str]:
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
     return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
 def _text(nodes: Sequence[ast.stmt]) -> str:
     return "\n".join(ast.unparse(ast.fix_missing_locations(each)) for each in nodes)
+
+
+def _checked(statement: str) -> str:
+    """Return a statement; within a function where it has to run beside the program, whose names its own would
+    replace.
+
+    Raises:
+        ValueError: it needs pytest, or another module that is not there.
+    """
+    for node in ast.walk(ast.parse(statement)):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] == "pytest":
+                raise ValueError(
+                    "it needs pytest: of that, 'with pytest.raises(KIND)' by the names of errors and '== "
+                    "pytest.approx(NUMBER)' are understood"
+                )
+            if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
+                raise ValueError(f"it imports {name}, which is not there")
+    if reason_against(statement) is None:
+        return statement
+    lines = "\n".join(f"    {line}" for line in statement.splitlines())
+    return f"def run_tests():\n{lines}\nrun_tests()"
