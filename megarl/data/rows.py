@@ -315,11 +315,11 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
         for subset in subsets
     ]
     for _, loaded in found:
-        _refuse_guesses(loaded, source, known, is_local=Path(place).is_dir())
+        _refuse_guesses(loaded, source, known, hub=None if Path(place).is_dir() else place)
     return found
 
 
-def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, *, is_local: bool) -> None:
+def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, hub: str | None) -> None:
     """Refuse JSON files of a directory, or of the hub, if the library changes a field that is read.
 
     Of a field with texts in some records and numbers in others it makes the number 8 of the text 08, and 1000
@@ -331,8 +331,7 @@ def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, *, 
     for key in itertools.chain.from_iterable(map(fields_of_key, keys)):
         column = key if key in loaded.features else (key_steps(key) or (key,))[0]
         if _is_guessed(loaded.features.get(column)):
-            name = known.hub if known is not None else source.get("name")
-            first = "" if is_local else f"hf download {name} --repo-type dataset --local-dir DIR, and "
+            first = "" if hub is None else f"hf download {hub} --repo-type dataset --local-dir DIR, and "
             raise DataError(
                 f"{source_name(source)}: {column!r} holds texts in some records and something else in "
                 "others, or texts that look like dates, and the datasets library changes them (08 becomes "

@@ -297,11 +297,7 @@ def _write(
         # where it was refused, so that the rest can be checked
         call.default("policy.model_name", "absent")
         add_sizes(call, name, _rows_of(data["data"]))
-    odd = of_no_yaml(call.written)
-    if odd is not None:
-        fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
-        call.faults.append(Violation("arguments", type(odd).__name__, "no configuration can hold it", fix))
-        call.require()
+    _require_plain(call)
     _dump(call.written, path)
     try:
         load_and_check(str(path), [])
@@ -329,6 +325,19 @@ def _write(
         (directory / _REWARDS).write_text(
             text + "\n\n".join(f"# {key}\n{source}" for key, source in call.sources.items()), encoding="utf-8"
         )
+
+
+def _require_plain(call: Call) -> None:
+    """Refuse a call with a value that its configuration cannot hold.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    odd = of_no_yaml(call.written)
+    if odd is not None:
+        fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
+        call.faults.append(Violation("arguments", type(odd).__name__, "no configuration can hold it", fix))
+        call.require()
 
 
 def _rewards_itself(call: Call) -> bool:

@@ -229,8 +229,8 @@ def _text(nodes: Sequence[ast.stmt]) -> str:
 
 
 def _checked(statement: str) -> str:
-    """Return a statement; within a function where it has to run beside the program, whose names its own would
-    replace.
+    """Return a statement; within a function where it has to run in the program's process, whose names its own
+    would replace.
 
     Raises:
         ValueError: it needs pytest, or another module that is not there.
