@@ -16,7 +16,7 @@ from converters.errors import ConversionError
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rule import HuggingFaceTensor, Rule
 from converters.model_config.architecture import Architecture
-from converters.model_config.prediction_layers import copies
+from converters.model_config.prediction_layers import beginnings, copies
 
 _VISION, _PREDICTION = "vision tower", "prediction layer"
 _PREFIXES = {"model.visual.": _VISION, "mtp.": _PREDICTION}
@@ -66,8 +66,7 @@ def _prefixes(architecture: Architecture | None) -> dict[str, str]:
     """Return the parts that training leaves as they are, by how the names of their tensors begin."""
     if architecture is None:
         return _PREFIXES
-    counted = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
-    return {**_PREFIXES, **{f"model.layers.{layer}.": _PREDICTION for layer in counted}}
+    return {**_PREFIXES, **dict.fromkeys(beginnings(architecture), _PREDICTION)}
 
 
 class Completed(MegatronModel):

@@ -26,6 +26,7 @@ from converters.files.reading import identity_of
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
+from converters.model_config.prediction_layers import beginnings
 from converters.torch_dist.location import holds_checkpoint
 
 # The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank].
@@ -356,10 +357,10 @@ def _product(up: Tensor, down: Tensor) -> Tensor:
 def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tuple[str, ...]:
     """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no
     such layers, so that an adapter that was trained with it cannot have factors for them."""
-    layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
-    prefixes = ("mtp.", *(f"model.layers.{layer}." for layer in layers))
     names = list(changed)
-    return tuple(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
+    return tuple(
+        prefix for prefix in beginnings(architecture) if not any(name.startswith(prefix) for name in names)
+    )
 
 
 def _left_out(

@@ -12,9 +12,10 @@ from converters.checkpoint.safetensors_file import SafetensorsFile
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 from converters.families.base import NESTED_PREFIX
+from converters.families.vision import HF_PREFIX
 from converters.files.reading import read_json_object
 
-_TEXT_PREFIX, _TOWER_PREFIX = "model.", "model.visual."
+_TEXT_PREFIX = "model."
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -43,7 +44,7 @@ class PeftDirectory(SafetensorsFile):
 
         def renamed(name: str) -> str:
             # The tower has one name in both, and a nested name begins as one of the text does.
-            if not name.startswith(theirs) or (is_nested and name.startswith((_TOWER_PREFIX, ours))):
+            if not name.startswith(theirs) or (is_nested and name.startswith((HF_PREFIX, ours))):
                 return name
             return ours + name.removeprefix(theirs)
 

@@ -126,8 +126,13 @@ def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
         architecture: as the config describes it.
         names: of the stored tensors, in either format.
     """
-    layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
-    prefixes = ("mtp.", *(f"model.layers.{layer}." for layer in layers))
-    if architecture.prediction_layers and not any(name.startswith(prefixes) for name in names):
+    begin = beginnings(architecture)
+    if architecture.prediction_layers and not any(name.startswith(begin) for name in names):
         return replace(architecture, prediction_layers=0)
     return architecture
+
+
+def beginnings(architecture: Architecture) -> tuple[str, ...]:
+    """Return how the names of the tensors of prediction layers begin."""
+    layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
+    return ("mtp.", *(f"model.layers.{layer}." for layer in layers))

@@ -143,10 +143,9 @@ def own_section(config: RunConfig) -> AlgorithmConfig:
     return section
 
 
-def replayed_run(config: RunConfig) -> str | None:
-    """Return the directory of the run whose batches a checked run trains on; None where it samples."""
-    replayed: str | None = at(config, f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay")
-    return replayed
+def replay_key(config: RunConfig) -> str:
+    """Return the key of the directory of the run whose ledger a checked run trains on, if any."""
+    return f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay"
 
 
 def generates(config: RunConfig) -> bool:

@@ -64,7 +64,14 @@ class Call:
     faults: list[Violation] = field(default_factory=list)
 
     def put(self, key: str, value: Any, argument: str) -> None:
-        """Write a value into the configuration, which an argument has given."""
+        """Write a value into the configuration, which an argument has given; one that YAML cannot hold is a
+        fault."""
+        value = _plain(value)
+        odd = _of_no_yaml(value)
+        if odd is not None:
+            fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
+            self.faults.append(Violation(argument, type(odd).__name__, "no configuration can hold it", fix))
+            return
         merged = (
             merge(at(self.written, key), value)
             if isinstance(value, Mapping) and isinstance(at(self.written, key), Mapping)
@@ -165,11 +172,8 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
         if name in _SOURCE_KEYS:
             continue
         keys = [name] if "." in name else _keys_of(name, algorithm, backend, known)
-        if len(keys) == 1 and (odd := of_no_yaml(_plain(value))) is not None:
-            fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
-            call.faults.append(Violation(name, type(odd).__name__, "no configuration can hold it", fix))
-        elif len(keys) == 1:
-            call.put(keys[0], _plain(value), name)
+        if len(keys) == 1:
+            call.put(keys[0], value, name)
         elif keys:
             fix = f"write it as a section: {keys[0].partition('.')[0]}={{...}}"
             call.faults.append(Violation(name, value, f"several keys end so: {', '.join(keys)}", fix))
@@ -489,7 +493,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
-def of_no_yaml(value: Any) -> Any:
+def _of_no_yaml(value: Any) -> Any:
     """Return the first part of a plain value that YAML cannot hold; None where there is none."""
     # exactly: of a class of one's own YAML knows nothing
     if type(value) in (str, int, float, bool, type(None)):
@@ -497,4 +501,4 @@ def of_no_yaml(value: Any) -> Any:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         return value
-    return next((odd for each in parts if (odd := of_no_yaml(each)) is not None), None)
+    return next((odd for each in parts if (odd := _of_no_yaml(each)) is not None), None)

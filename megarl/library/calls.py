@@ -26,7 +26,6 @@ from megarl.library.arguments import (
     add_sizes,
     begin,
     is_of_base,
-    of_no_yaml,
     require_parameters_in_data,
 )
 from megarl.library.process import STOPPED, error_of, run_command, show
@@ -297,7 +296,6 @@ def _write(
         # where it was refused, so that the rest can be checked
         call.default("policy.model_name", "absent")
         add_sizes(call, name, _rows_of(data["data"]))
-    _require_plain(call)
     _dump(call.written, path)
     try:
         load_and_check(str(path), [])
@@ -325,19 +323,6 @@ def _write(
         (directory / _REWARDS).write_text(
             text + "\n\n".join(f"# {key}\n{source}" for key, source in call.sources.items()), encoding="utf-8"
         )
-
-
-def _require_plain(call: Call) -> None:
-    """Refuse a call with a value that its configuration cannot hold.
-
-    Raises:
-        ConfigError: with everything that is wrong.
-    """
-    odd = of_no_yaml(call.written)
-    if odd is not None:
-        fix = "give text, numbers, lists and dictionaries; a class or function by its import path"
-        call.faults.append(Violation("arguments", type(odd).__name__, "no configuration can hold it", fix))
-        call.require()
 
 
 def _rewards_itself(call: Call) -> bool:

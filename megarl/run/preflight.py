@@ -26,9 +26,8 @@ from rich.console import Console
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.checkpoint.storage import tree_bytes
-from megarl.config.algorithms import algorithm_class, replayed_run
+from megarl.config.algorithms import replay_key
 from megarl.config.asynchrony import LEDGER
-from megarl.config.asynchrony import NAME as ASYNC
 from megarl.config.backend import absent_hybrid_model
 from megarl.config.data_sources import sources_of
 from megarl.config.engines import KEY as GENERATION_BACKEND
@@ -231,9 +230,9 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
 
 def missing_ledger(config: RunConfig) -> Iterator[Violation]:
     """Yield a replay of a directory that is not of a run that keeps a ledger."""
-    replayed = replayed_run(config)
+    key = replay_key(config)
+    replayed = at(config, key)
     if replayed is not None and not (Path(replayed) / LEDGER).is_dir():
-        key = f"{algorithm_class(config['algorithm']).section()}.{ASYNC}.replay"
         fix = "give the directory of a run that has trained with schedule=ready_first"
         yield Violation(key, replayed, f"there is no {LEDGER}/ in it", fix)
 

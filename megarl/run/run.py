@@ -26,10 +26,10 @@ from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.lock import LOCK_NAME, RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.node_memory import OwnMemory
-from megarl.config.algorithms import algorithm_class, generates, own_section, replayed_run, step_size
+from megarl.config.algorithms import algorithm_class, generates, own_section, replay_key, step_size
 from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
 from megarl.config.model_facts import facts_of_policy
-from megarl.config.nested import put
+from megarl.config.nested import at, put
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.sections import CheckpointingConfig, RunConfig
@@ -521,7 +521,7 @@ def _generates(config: RunConfig, schedule: Schedule) -> bool:
     """Return False for a run that trains on the ledger of another one and validates nothing: nothing is
     sampled."""
     validates = schedule.val_period > 0 or schedule.val_at_start or schedule.val_at_end
-    return validates or replayed_run(config) is None
+    return validates or at(config, replay_key(config)) is None
 
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:

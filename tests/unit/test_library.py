@@ -193,7 +193,7 @@ def test_an_environment_of_ones_own_has_its_own_rewards(called: Call) -> None:
     assert "environment = '_CallableGenericAlias': no configuration can hold it" in text
     assert "tokenizer = 'builtin_function_or_method': no configuration can hold it" in text
     odd = {"math": {"weight": torch.float32}}
-    assert "arguments = 'dtype': no conf" in refusals("grpo", "model", ROWS, odd)
+    assert "reward = 'dtype': no configuration can hold it" in refusals("grpo", "model", ROWS, odd)
     assert "environment (env.environment) = 3" in refusals("grpo", "model", ROWS, right, environment=3)
 
 

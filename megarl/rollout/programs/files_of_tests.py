@@ -102,9 +102,11 @@ def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
         return None
     called = {name for each in _executed(tree) if isinstance(each, ast.Expr) for name in _names([each])}
     functions = [each.name for each in tree.body if isinstance(each, Function)]
+    if not functions:
+        return "it asserts nothing"
     if any(name in called for name in functions):
         return None
-    name = functions[0] if functions else "nothing"
+    name = functions[0]
     return (
         f"it defines {name}() and calls it nowhere: add the line {name}(NAME), with the name of the function "
         "that it tests (in a column such as entry_point)"
@@ -139,7 +141,7 @@ class _Plain(ast.NodeTransformer):
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self._made = {name for node in ast.walk(tree) for name in _made(node)}
+        self._made = set(_made(tree))
         self._has_tests = any(isinstance(node, Function) and _is_test(node.name) for node in tree.body)
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
@@ -188,7 +190,7 @@ def _only_argument(node: ast.expr, function: str) -> ast.expr | None:
 
 def _made(node: ast.AST) -> Iterator[str]:
     """Yield the names that a node gives values to, those of imported aliases too."""
-    for each in ast.walk(node) if isinstance(node, ast.stmt) else ():
+    for each in ast.walk(node):
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
             yield each.id
         elif isinstance(each, ast.ImportFrom) and _is_of_program(each):
