@@ -119,6 +119,7 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
         for name in ("demonstrations", "train", "validation")
     }
     common = [f"seed={seed}"]
+    # The words that name the speakers make prompts longer.
     if template is not None:
         common += [
             f"policy.tokenizer.chat_template={json.dumps(template)}",

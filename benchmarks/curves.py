@@ -127,6 +127,8 @@ ENGINES = {
 AGES = (ACCURACY, REWARD, "train/effective_sample_share")
 BESIDE = ("apart.yaml", "asynchronous.yaml")
 AGE = "grpo.async_grpo.max_trajectory_age_steps"
+# ``ratio_clip_min`` of 1 leaves no lower bound. ``ratio_clip_c`` is a number because a rule refuses old
+# answers without one; 1e9 bounds nothing.
 UNBOUNDED = (
     *(
         "grpo.async_grpo.recompute_logprobs=false",
@@ -154,6 +156,8 @@ def _ready_first(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> W
 IN_ORDER = {
     # those of both panels first, so that each has one colour
     **{f"k = {age}": _in_order(age) for age in KS},
+    # Nothing is sampled ahead with k = 0, and nothing is recomputed
+    # without a bound: neither has an effective share.
     "k = 0": Way(layers=("apart.yaml",), measures=AGES[:2]),
     "k = 8, no bound": _in_order(8, *UNBOUNDED, measures=AGES[:2]),
 }
@@ -403,10 +407,13 @@ def taught_model(work: Path) -> Path:
     from megarl.quickstart.material import make_model, write_pairs, write_problems
     from megarl.run.run import run
 
+    # 250 are the steps of the quickstart's sft.yaml.
     model = work / "sft" / "hf" / "step_250"
     if not model.exists():
         work.mkdir(parents=True, exist_ok=True)
         make_model(work / "model", 1)
+        # As the quickstart with seed 1: another seed, so that GRPO's
+        # problems are not those of the demonstrations.
         write_problems(work / "demonstrations.jsonl", TRAIN_PROBLEMS, 5001, mistake_share=CARELESS_SHARE)
         write_problems(work / "train.jsonl", TRAIN_PROBLEMS, 1)
         write_problems(work / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")

@@ -40,6 +40,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "device": device,
+        # As the runner sets it for every case (OMP_NUM_THREADS).
         "threads": 1,
         "load_before": load(),
     }

@@ -294,6 +294,7 @@ class TRL:
             logging_strategy="no",
             save_strategy="no",
             disable_tqdm=True,
+            # torch warns of pinned memory where there is no GPU.
             dataloader_pin_memory=False,
             seed=1,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.parity.pool import WorkerPool
 
+# Less than ``runner.CASE_SECONDS``, at which a case ends without a word on the rank that hangs.
 RANK_SECONDS = 500
 CPU_RANKS = 64
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+# Of linux/prctl.h; Python's standard library does not have it.
 _PR_SET_CHILD_SUBREAPER = 36
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 ORPHAN_SECONDS = 10.0

@@ -384,6 +384,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     from converters.checkpoint.manifest import NOT_FINITE_NOTE
     from converters.checkpoint.work import RunOptions, give_memory_back
 
+    # Before the first chunk: glibc raises its threshold with the first large block that is freed.
     give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr

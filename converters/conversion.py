@@ -256,6 +256,7 @@ class Conversion(ABC):
                 return
             if hashes.digests() == record["digests"]:
                 self.finished[name] = record
+                # The manifest names the largest error of all pieces, those of an earlier run among them.
                 self._narrowing.recall(record["errors"])
 
         pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]

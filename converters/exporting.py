@@ -131,6 +131,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
         }
         for tensor in tensors
     }
+    # Older releases of transformers do not load a file whose metadata leaves the format out.
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     # Tensors begin at a multiple of 8 bytes, as the format asks for; the header may end in spaces.
     text += b" " * (-len(text) % 8)

@@ -111,6 +111,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     checkpoint = TorchDistCheckpoint(directory)
     tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint, options)
     hf_directory = options.hf_directory or _stored_config(directory, path)
+    # Before the file is read: a change between the two is noticed when the export ends.
     hash_of_config = None if hf_directory is None else config_hash(hf_directory)
     config = (
         _made_config(directory, settings, options, tensors)

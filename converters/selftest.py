@@ -289,6 +289,7 @@ class _Variant:
             for stored in (others, {**others, f"{name}.other": tensors[name]}):
                 save_tensors(changed, stored)
                 try:
+                    # Names alone are wrong here: without that comparison no data is read.
                     check_source(open_source(changed), self.architecture, compare_tied=False)
                 except ConversionError as error:
                     unnamed = [

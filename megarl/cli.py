@@ -371,6 +371,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes "
             "lists those of it"
         )
+    # Not parse_args: overrides, which may stand anywhere, are in the rest, as are unknown options.
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
     takes_configuration = arguments.command in {"train", "eval"} or (
@@ -390,6 +391,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
     arguments.overrides = positional
     if takes_configuration:
+        # argparse takes the first word for CONFIG, which may be an override.
         arguments.config = next((word for word in positional if not _is_override(word)), None)
         if arguments.config is not None:
             positional.remove(arguments.config)

@@ -80,6 +80,7 @@ def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
     with _trained(quick, options) as (worker, manager, _):
         memory = OwnMemory(manager.checkpoint_dir)
         content = _content_of(_save(worker, manager, 1))
+        # A bytearray: torch.frombuffer warns of memory that may not be written.
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         target = torch.empty_like(source)
         stalls, copies, behind = Spent(), Spent(), []

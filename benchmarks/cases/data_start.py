@@ -76,6 +76,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         make_model(work / "model", 1)
         for rows in options.rows or (QUICK_ROWS if quick else ROWS):
             file = _write(work / "rows.jsonl", rows)
+            # The few rows of a quick run would stay in memory, and the second start would find nothing.
             most = 2**14 if quick else None
             limit = _apart(_tokenize_only, file, work / "model")
             first, second = (

@@ -410,6 +410,7 @@ def _stand_in(
     return output
 
 
+# An operator of its own, inside of which the mode is off: it counts as one operation.
 @torch.library.custom_op("megarl_benchmarks::varlen", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float

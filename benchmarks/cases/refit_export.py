@@ -65,6 +65,7 @@ def _save_mixture(directory: Path, experts: int) -> Path:
         vocab_size=64,
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
+        # Even, because two tensor-parallel ranks cut it.
         moe_intermediate_size=2 * round(WIDTHS / experts / 2),
         num_experts=experts,
         num_experts_per_tok=2,

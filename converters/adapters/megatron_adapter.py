@@ -223,6 +223,7 @@ def _made_config(
         "base_model_name_or_path": model.get("hf_model_id"),
         "bias": "none",
         "fan_in_fan_out": False,
+        # PEFT saves every adapter as one for inference, whatever trained it.
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": section.get("alpha"),

@@ -162,6 +162,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         beside = staging.directory / HF_DIRECTORY
         beside.mkdir(exist_ok=True)
         (beside / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        # As it came: the scale is read from it, and the way back to PEFT copies it.
         shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
         _manifest(plan, hashes.digests()).write(staging.directory)
         staging.finish()

@@ -107,6 +107,7 @@ class Microscaled:
         step = max(1, _PIECE_ELEMENTS // max(1, blocks[0].numel() * 2 if blocks.shape[0] else 1))
         for first in range(0, blocks.shape[0], step):
             rows = slice(first, first + step)
+            # As int: torch takes an index of uint8 for a mask.
             values = table[torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).int()].flatten(-2)
             # As transformers' convert_moe_packed_tensors; a power of two loses nothing, only the last
             # rounding may.

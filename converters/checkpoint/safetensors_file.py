@@ -113,6 +113,7 @@ class SafetensorsFile:
             raise ConversionError(
                 f"{path} is not a readable safetensors file ({error})", "fetch or write the file again"
             ) from error
+        # The library tells no offsets, by which boxes are read here without mapping the file into memory.
         with self._files.use(path) as descriptor:
             self._entries = _read_header(descriptor)
         assert names == set(self._entries)

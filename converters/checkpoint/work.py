@@ -170,6 +170,7 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
         futures = [pool.submit(one, piece) for piece in pieces]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
+        # Ctrl-C comes here. The pool waits for all its pieces when it ends, and with this they end at once.
         except BaseException:
             stop.set()
             raise

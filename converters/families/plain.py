@@ -355,6 +355,7 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
     if key is None:
         known = name in free or (name in INERT_KEYS and name not in _TELLING)
         return known and type(value) in _ANYTHING.kinds
+    # By identity: a ``_Key((int,))`` of its own is equal to it, and may be 0.
     if key is _SIZE and type(value) is int:
         return 1 <= value <= _LARGEST_SIZE
     # type and no isinstance, because True is an int.

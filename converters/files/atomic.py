@@ -50,6 +50,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
         durable: its content and its name are on the disk afterwards.
     """
     # In the same directory, because a rename across file systems fails.
+    # ``Staging`` finds by this form of the name what a kill has left.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:

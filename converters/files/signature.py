@@ -113,6 +113,7 @@ def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
         )
     manifest = read_json_object(root / MANIFEST_NAME)
     fault = fault_of_signature(manifest, key)
+    # The table is read only under a good signature: then it is the owner's, and has the usual form.
     faults = [fault] if fault is not None else list(_other_files(root, manifest.get("files"), whole))
     if faults:
         raise ConversionError(f"{root} is not what the owner of the key has signed", _FIX, faults)

@@ -39,6 +39,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
         "head_dim": values["kv_channels"],
         "hidden_act": "silu",
         "hidden_size": values["hidden_size"],
+        # Here and for rotary_base: Megatron-Core's defaults, where the trainer wrote down no value.
         "initializer_range": values.get("init_method_std") or 0.02,
         "intermediate_size": width,
         "max_position_embeddings": values.get("max_sequence_length"),

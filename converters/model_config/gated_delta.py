@@ -115,6 +115,7 @@ def read_gated_delta(
         layers=layers,
         stored_by_head=stored_by_head,
     )
+    # No division by 0: ``read_size`` gives 1 for what is no size, and reports it.
     if net.value_heads % net.key_heads:
         problems.append(
             f"linear_num_value_heads = {net.value_heads}: no multiple of linear_num_key_heads = "

@@ -157,6 +157,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "add_qkv_bias": add_qkv_bias,
         "qk_layernorm": architecture.qk_norm,
         "init_method_std": architecture.initializer_range,
+        # Written out, because the defaults of TransformerConfig are 0.1.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

@@ -225,6 +225,7 @@ def read_deepseek_mixture(
         ffn_hidden_size=width,
         normalized=bool(config.get("norm_topk_prob")),
         sparse_layers=sparse_layers,
+        # aux_loss_alpha is of DeepSeek's own training; transformers computes no such loss.
         auxiliary_loss_coefficient=0.0,
         shared_ffn_hidden_size=width * shared,
         shared_gate=False,

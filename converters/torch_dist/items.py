@@ -24,6 +24,7 @@ from converters.checkpoint.boxes import Box, part, read_box, whole
 from converters.errors import ConversionError
 from converters.files.restricted import DAMAGED, unpickle
 
+# Bytes of an entry's own header in a ZIP archive, without its name and extra field.
 _LOCAL_HEADER = 30
 _LARGEST_DESCRIPTION = 2**16
 _STORAGES = {

@@ -188,6 +188,7 @@ def estimated_advantages(
     )
     name = settings["adv_estimator"]["name"]
     estimate = estimator or estimator_of(name)
+    # Built-in estimators change no input, so that only those of a user get a copy of all columns.
     found = estimate(inputs) if name in ESTIMATORS else _checked(estimate(_copied(inputs)), inputs, name)
     by_token = found.unsqueeze(1) if found.ndim == 1 else found
     return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(
@@ -250,6 +251,7 @@ def _grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def _rloo(inputs: AdvantageInputs) -> Tensor:
+    # RLOO (arXiv 2402.14740): the mean of the others, and no division by a deviation.
     return group_advantages(
         inputs.groups.unsqueeze(1),
         inputs.net_rewards,
@@ -498,6 +500,7 @@ def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
             f"{list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
+    # torch.unique refuses rows of size 0. Prompts without tokens are all equal, and so one group.
     if prompts.numel() == 0:
         return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
     # answers to one prompt stand next to each other: one of each run is sorted, not all of them

@@ -137,6 +137,8 @@ class SamplingAhead(ValidatesBeside):
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
         validate = self._take_wanted()
         if is_sampled or validate is not None:
+            # Before the thread begins: what it asks of the engines must bring
+            # them no weights of a policy that trains.
             self._engines.held, self._sampled_step = True, ahead
             self._coming = self._thread.submit(self._timed, ahead if is_sampled else None, validate)
         return self._waiting.pop(step)

@@ -133,6 +133,8 @@ class Distillation(Sampled):
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
+        # By the engine's log-probabilities, which both modes have:
+        # `topk` computes none of the policy's own.
         apart = (
             (teacher_logprobs - batch["generation_logprobs"])
             * batch["token_mask"]

@@ -112,6 +112,8 @@ class DistillationLossFn:
         of_policy, of_teacher = self._outcomes(policy), self._outcomes(teacher)
         forward, reverse = mean(_divergence(of_teacher, of_policy)), mean(_divergence(of_policy, of_teacher))
         loss = scored.new_zeros(())
+        # No product with a weight of 0: the divergence that is only
+        # measured may be infinite, and 0 times that is NaN.
         if self.forward_weight > 0:
             loss = loss + self.forward_weight * forward
         if self.forward_weight < 1:

@@ -75,6 +75,7 @@ class DPO(Supervised):
             batch["reference_policy_logprobs"] = (
                 self.reference[id(data)].of(data.places(records), batch).roll(-1, dims=1)
             )
+            # Kept ones are read from a table: no model has passed over these tokens.
             if not self.keeps_reference:
                 self.timer.passed(Sequences(batch["input_lengths"].numpy(), scored=scored_tokens(batch)))
         return batch

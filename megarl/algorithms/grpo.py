@@ -284,6 +284,7 @@ class GRPO(Sampled):
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
+        # With the engine's log-probabilities as the anchor there are no others to compare them with.
         if self.needs_previous_logprobs and not self.anchors_at_engine:
             try:
                 mismatch_metrics = self.judge_mismatch(batch, step)
@@ -353,6 +354,8 @@ class GRPO(Sampled):
             self.turns.take(REWARD_MODEL)
             with self.timer.phase("reward_model"):
                 self._add_scores(rollouts.samples, self.reward_model)
+            # The actor samples again (dynamic sampling), or computes the
+            # log-probabilities of these samples.
             self.turns.take(ACTOR)
         return rollouts
 
@@ -374,6 +377,7 @@ class GRPO(Sampled):
             {key: samples[key] for key in ("input_ids", "input_lengths")}
         )
         scores = model.score(inputs)["scores"]
+        # scored=0: a score layer has one output, which costs nothing next to a vocabulary's.
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
@@ -541,6 +545,7 @@ def _sample_metrics(
     rewards = all_samples["reward"][~all_samples["masked"]]
     return {
         **answer_metrics(all_samples),
+        # correction=0: divided by n - 1, a single reward would give NaN.
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),

@@ -352,6 +352,7 @@ class ClippedPGLossFn:
         values = torch.maximum(-advantages * ratio, -advantages * clamped)
         if self.ratio_clip_c is None:
             return values
+        # Only where A < 0: there -A r grows with the ratio without a bound (arXiv 1912.09729).
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
     def _kl(

@@ -161,6 +161,7 @@ class PPO(GRPO):
     def sample(self, step: int) -> Sampling:
         """Sample answers to the next prompts: no answer is compared with others, so that each has a
         signal."""
+        # Not GRPO's, which reads keys of dynamic sampling that the section of PPO does not have.
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

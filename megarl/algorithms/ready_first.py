@@ -185,6 +185,7 @@ class ReadyFirst(ValidatesBeside):
             # the next step goes on with new ones and the newest weights
             self._engines.replace_lost_engines(error)
         busy, now = self._shared.take_busy_seconds(), time.perf_counter()
+        # A validation has a phase of its own, in which engines are not idle.
         idle = now - self._settled_at - busy - self._validation_s
         self._settled_at, self._validation_s = now, 0.0
         self._timer.merge(self._own_timer, {GENERATION: busy, ENGINE_IDLE: max(idle, 0.0)})
@@ -317,6 +318,8 @@ class ReadyFirst(ValidatesBeside):
         dropped, oldest = 0, step - 1 - self._order.most_age
         while True:
             self._raise_failure()
+            # Asked each time: engines that fail wake nobody here, and the
+            # threads of groups wait for the next resume.
             if self._shared.failed:
                 self._recover(step - 1)
             with self._changed:

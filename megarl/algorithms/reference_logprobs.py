@@ -121,6 +121,8 @@ class ReferenceLogprobs:
 
     def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
         directory = cache_directory(self._config["data"]) / _digest(
+            # By user: a table that another user wrote is not trusted, and
+            # would only be in the way under this name.
             [os.geteuid(), identity, examples.digest(first, last)]
         )
         table = read_table(directory)
@@ -171,6 +173,7 @@ def _identity(policy: PolicyConfig) -> list[Any]:
     numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
     return [
         _FORM,
+        # Another release of megarl may compute them otherwise.
         env.installed_version(env.DISTRIBUTION),
         enabled_backend(policy),
         policy["precision"],

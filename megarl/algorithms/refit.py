@@ -106,6 +106,7 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
         if error is None:
             return
         generation.disconnect()
+        # Another error is that of a lost worker, which would not come to the next port either.
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
         logger.warning(

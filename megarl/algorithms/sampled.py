@@ -198,6 +198,7 @@ class Sampled(Algorithm):
             self.source = self._ready_first(asynchrony, parts, engine, timer)
         self.scorer: ScoredAhead | None = None
         parts_of_step: int = at(self.config, "logprob_parts") or 1
+        # One part is the whole batch, which ``batch_of`` scores once it is complete.
         if parts_of_step > 1 and self.needs_previous_logprobs:
             self.scorer = ScoredAhead(self.policy, parts_of_step, parts.tokenizer.pad_token_id, parts.timer)
         self._sampling_collector = replace(self.collector, timer=timer, scorer=self.scorer)

@@ -124,6 +124,7 @@ class ServedCheck:
         self.metrics = {}
         if not self._count:
             return
+        # Weights first: bits that differ are proof at once, and scores need a test over several refits.
         fault = self._fault_of_weights()
         if fault is None and self._batch is not None:
             fault = self._fault_of_scores(self._batch)

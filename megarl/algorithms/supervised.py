@@ -106,10 +106,10 @@ class Supervised(Algorithm):
         sums, weights = dict.fromkeys(self.validated(), 0.0), 0.0
         for start in range(0, records, size):
             chosen = range(start, min(start + size, records))
-            # Filled up, so that the last batch divides over the ranks as all others do.
+            # Pad the last batch, so that it divides over the ranks as all others do.
             batch = self.batch(self.validation_data, chosen, rows=gbs)
-            # For each batch again: the log-probabilities of a reference may have put the model into another
-            # mode.
+            # Call this for every batch: computing the reference's log-probabilities may have switched the
+            # model's mode.
             self.policy.prepare_for_training()
             metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, gbs=gbs, mbs=mbs))
             weight = self.weight(batch)

@@ -32,6 +32,7 @@ def masked_mean(
         global_normalization_factor: the divisor, for example the valid tokens of the whole global batch.
     """
     weights = mask.to(values.dtype if values.is_floating_point() else torch.float32)
+    # No product alone: 0 times NaN or infinity is NaN.
     kept = (
         torch.where(
             weights != 0,

@@ -150,6 +150,7 @@ class ValueLoss:
             visible(data["prev_values"][:, 1:]),
         )
         error = clipped = (current - returns).square()
+        # The clip of OpenAI's PPO2.
         if self.value_clip is not None:
             moved = current - previous
             near = previous + moved.clamp(-self.value_clip, self.value_clip)

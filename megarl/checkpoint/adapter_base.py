@@ -1,4 +1,4 @@
-"""The model that adapters stand beside: what a checkpoint of adapters says of it, in place of its weights."""
+"""The base model of adapters: what a checkpoint of adapters records of it instead of its weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _HASHED = 2**20
 
 
 class BaseModel:
-    """The model that adapters stand beside, and by which a checkpoint of them is told from that of another
-    model.
+    """The base model of adapters, by which their checkpoint is recognised as belonging to this model.
 
     Args:
         source: its files.
@@ -35,7 +34,7 @@ class BaseModel:
 
     @property
     def digest(self) -> str:
-        """Return a digest of sizes, beginnings and ends of its weight files, in the order of their names."""
+        """A digest of the sizes, first and last bytes of its weight files, in the order of their names."""
         if self._digest is None:
             digest = hashlib.sha256()
             # Not every byte, which would take minutes at each start. A file begins with the names and shapes
@@ -51,7 +50,7 @@ class BaseModel:
         return self._digest
 
     def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
-        """Say in a checkpoint of adapters how they change which model."""
+        """Record in a checkpoint of adapters which model they change, and how."""
         record = {
             "model_name": peft["base_model_name_or_path"],
             "weights": self.digest,
@@ -60,8 +59,7 @@ class BaseModel:
         (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint without adapters, and one whose adapters are of another scale or beside another
-        model. Local.
+        """Refuse a checkpoint without adapters, or with adapters of another scale or base model. Local.
 
         Raises:
             CheckpointError: with the difference.
@@ -93,7 +91,7 @@ def refuse_adapters(directory: Path) -> None:
     """Refuse a checkpoint of adapters for a model that has none. Local.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the checkpoint holds adapters.
     """
     if is_file(directory / BASE_FILE):
         name = _read_json(directory / BASE_FILE).get("model_name")

@@ -1,4 +1,4 @@
-"""Directories that vanish at once; a failure is logged, and never stops a run."""
+"""Directories that disappear at once when removed; a failure to remove one is logged, and never stops a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from converters.files.atomic import rename_surely
 logger = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = "tmp_"
-"""Start of the name of every directory that is not finished or on its way out; readers never look inside."""
+"""Prefix of the name of every directory that is unfinished or being removed; readers never look inside."""
 
 
 def remove_directory(directory: Path) -> bool:
-    """Let a directory vanish at once by renaming it to a temporary name, then delete its files.
+    """Rename a directory to a temporary name, so that it disappears at once, then delete its files.
 
     A file that cannot be deleted is logged and left under the temporary name: deletion never stops a run.
 
@@ -35,7 +35,7 @@ def remove_directory(directory: Path) -> bool:
 
 
 def remove_tree(directory: Path) -> None:
-    """Delete a directory that nobody reads; a failure is logged and leaves the rest."""
+    """Delete a directory that nobody reads; a failure is logged, and leaves the remaining files."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

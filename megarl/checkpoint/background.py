@@ -1,9 +1,9 @@
-"""Checkpoints that are written while training goes on: their files are in shared memory, from where a process
-brings them to the disk.
+"""Checkpoints that are written while training continues: workers leave the files in shared memory, and a
+process
+writes them from there to disk.
 
-The workers write them there with the code that otherwise writes to the disk, but for tensors, which they
-stage (``staging``); the files are the same to the last byte. Each node has such memory and such a process
-(``node_memory``).
+The workers use the code that otherwise writes to disk, except for tensors, which they stage (``staging``);
+the files are the same to the last byte. Each node has such memory and such a process (``node_memory``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SPARE = 1.25
 
 
 def seal(directory: Path, known: Mapping[str, Entry] | None = None) -> None:
-    """Wait until all files below ``directory`` are on the disk, and write their manifest.
+    """Wait until all files below ``directory`` are on disk, and write their manifest.
 
     Args:
         directory: of a checkpoint.
-        known: entries of files by their paths below it, which are not read again.
+        known: entries of files, by their paths below ``directory``; these files are not read again.
 
     Raises:
         OSError: a file cannot be read or written.
-        CheckpointError: there is something that is no file.
+        CheckpointError: there is something that is not a file.
     """
     fsync_tree(directory)
     write_manifest(directory, known)
@@ -47,61 +47,62 @@ def seal(directory: Path, known: Mapping[str, Entry] | None = None) -> None:
 
 
 class Write(Protocol):
-    """Brings a checkpoint from shared memory to the disk."""
+    """A write of a checkpoint from shared memory to disk, in progress."""
 
     def has_ended(self) -> bool:
-        """Return whether it is through, well or not."""
+        """Return whether the write has ended, successfully or not."""
 
     def wait(self, longest_s: float) -> float:
-        """Wait until all is on the disk, with its manifest; the seconds since the beginning. Afterwards
-        nothing is left in shared memory.
+        """Wait until everything is on disk, with its manifest, and return the seconds since the write began.
+        Afterwards nothing is left in shared memory.
 
         Raises:
-            CheckpointError: it could not be written, or took longer than ``longest_s`` from now on.
+            CheckpointError: the checkpoint could not be written, or took longer than ``longest_s`` from now
+                on.
             OSError: the manifest could not be written.
         """
 
     def abort(self) -> None:
-        """End it, whatever it is doing, and forget the checkpoint."""
+        """End the write, whatever it is doing, and discard the checkpoint."""
 
 
 class CheckpointMemory(Protocol):
-    """The shared memory in which a checkpoint waits for its way to the disk; one at a time."""
+    """The shared memory in which a checkpoint waits to be written to disk; it holds one at a time."""
 
     def take(self, needed: int) -> bool:
-        """Make empty directories for a checkpoint of that size; False where there is no room for them."""
+        """Make empty directories for a checkpoint of that size, and return whether there is room for them."""
 
     def directories(self, role: str) -> Path | list[Path]:
         """Return where the ranks of a role write, after ``take``: one directory for all of them, or a list
-        with one for each."""
+        with one directory for each."""
 
     def hold(self) -> None:
-        """Open what the ranks have left, which is all there then: from now on it does not matter what becomes
-        of them.
+        """Open the files that the ranks have left, which are complete by then. From now on the ranks may die
+        without loss.
 
         Raises:
-            CheckpointError: that cannot be opened.
+            CheckpointError: a file cannot be opened.
         """
 
     def write(self, target: Path) -> Write:
-        """Begin to bring what they have written to a directory on the disk, which may hold further files of
-        the checkpoint. After ``hold``.
+        """Begin to write the ranks' files to a directory on disk, which may hold further files of the
+        checkpoint. Call it after ``hold``.
 
         Raises:
-            CheckpointError: that cannot be begun.
+            CheckpointError: the write cannot begin.
         """
 
     def free(self) -> None:
-        """Forget what is there, also where it is being written."""
+        """Discard what is in the memory, even while it is being written."""
 
 
 def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
-    """Return where the checkpoints of a directory wait in shared memory; the same name in every launch of a
-    run.
+    """Return where the checkpoints of a directory wait in shared memory. The path is the same in every launch
+    of a run.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
-        node: tells apart those of several nodes, which may have their memory in common, and be one machine.
+        node: distinguishes the nodes of a run, which may share this memory, or be one machine.
     """
     # A digest instead of the path, which may be longer than a name can be; the user's number keeps users of
     # one machine apart.
@@ -110,24 +111,24 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
 
 
 def waits_in_memory(path: Path) -> bool:
-    """Return whether a directory of a checkpoint is one that waits in shared memory."""
+    """Return whether a checkpoint's directory is one that waits in shared memory."""
     return any(
         parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents)
     )
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
-    """Return an empty directory in shared memory that only this user may open; None where there is no room
+    """Return an empty directory in shared memory that only this user may open, or None if there is no room
     for ``needed`` bytes and a little more.
 
-    Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there
-    goes.
+    The caller holds the run's lock: a directory of checkpoints has one such memory, and what a killed launch
+    left there is removed.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
         needed: bytes of the checkpoint on this node.
-        node: as of ``memory_of``.
-        kept_bytes: that the ranks have kept for it from an earlier one.
+        node: as in ``memory_of``.
+        kept_bytes: bytes that the ranks have kept for it from an earlier checkpoint.
     """
     path = memory_of(checkpoint_dir, node)
     try:
@@ -149,15 +150,15 @@ def free_memory(checkpoint_dir: Path, node: str = "") -> None:
 
 
 def tidy_memory(checkpoint_dir: Path) -> None:
-    """Remove what launches that were killed have left in this machine's shared memory of a directory of
-    checkpoints, whichever node it was called then."""
+    """Remove what killed launches have left in this machine's shared memory for a directory of checkpoints,
+    whatever the node was called then."""
     own = memory_of(checkpoint_dir)
     for path in (own, *own.parent.glob(f"{own.name}-*")):
         _free(path)
 
 
 def _free(path: Path) -> None:
-    """Remove a directory of this user's."""
+    """Remove a directory that belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         # /dev/shm can be written by everybody: another user's link or directory of this name stays as it is.
@@ -166,19 +167,19 @@ def _free(path: Path) -> None:
 
 
 def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
-    """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have
-    staged; each is on the disk before it leaves shared memory.
+    """Move all files below ``source`` to the same paths below ``target``, and create those that ranks have
+    staged. Each file is on disk before it leaves shared memory.
 
     Args:
         source, target: directories.
-        staged: as of ``open_staged``.
+        staged: as returned by ``open_staged``.
 
     Returns:
-        Size and hash of each, as it was in memory, by its path below ``target``.
+        Size and hash of each file as it was in memory, by its path below ``target``.
 
     Raises:
         OSError: a file cannot be written.
-        CheckpointError: there is none, or one is staged in memory that is not open.
+        CheckpointError: there is no file, or one is staged in memory that is not open.
     """
 
     def moved(name: str) -> tuple[str, Entry]:
@@ -201,11 +202,10 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
 
 
 def files_to_move(source: Path, target: Path) -> list[str]:
-    """Return the files below ``source``, by their paths there; the directories that they are in are made
-    below ``target``.
+    """Return the paths of the files below ``source``, and create their directories below ``target``.
 
     Raises:
-        OSError: a directory cannot be made.
+        OSError: a directory cannot be created.
         CheckpointError: there is no file.
     """
     found: list[str] = []

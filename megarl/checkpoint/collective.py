@@ -1,4 +1,4 @@
-"""A checkpoint directory that all ranks write together and that appears whole or not at all."""
+"""A checkpoint directory that all ranks write together, and that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCh
 
 @contextlib.contextmanager
 def appears_whole(directory: Path) -> Iterator[Path]:
-    """A staging directory on all ranks that becomes ``directory`` at the end, or vanishes when any rank fails
-    before that.
+    """Yield a staging directory on all ranks. It becomes ``directory`` at the end, or is removed if any rank
+    fails before that.
 
-    Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over
-    all ranks.
+    All files are written there, next to ``directory``, and synced to disk; rank 0 alone renames the
+    directory. A collective over all ranks.
 
-    Ranks may be given different directories, those of each node one in its memory: then the first of those
-    with the same path does there what rank 0 does otherwise.
+    Ranks may be given different directories, those of each node one in its memory. Then the first rank with a
+    path does there what rank 0 does otherwise.
 
-    What the block raises leaves it at once: another rank may be inside a collective of the block, where no
-    agreement could reach it. Work that each rank does for itself belongs into ``failing_together``.
+    An exception leaves the block at once: another rank may be inside a collective of the block, where no
+    agreement could reach it. Put work that each rank does for itself into ``failing_together``.
 
     Raises:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
@@ -47,16 +47,16 @@ def appears_whole(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Work that each rank does for itself, without collectives; what fails on one rank fails on all. A
-    collective over all ranks.
+    """Run work that each rank does for itself, without collectives; a failure on one rank becomes a failure
+    on all. A collective over all ranks.
 
     Args:
         what: for the message, for example ``writing random-number states to DIRECTORY``.
 
     Raises:
-        CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the
-            cause is what it raised.
-        StorageError: the same, where the storage has failed the first one.
+        CheckpointError: on all ranks, when any failed; names the first rank that did. On that rank the cause
+            is its own exception.
+        StorageError: the same, if the storage failed on the first rank.
     """
     failure: Exception | None = None
     try:
@@ -72,12 +72,12 @@ def failing_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_alike() -> Iterator[None]:
-    """Work without collectives of its own, or with such as end on all ranks; an error of one rank is one of
-    the same kind on all. A collective over all ranks.
+    """Run work without collectives, or with collectives that end on all ranks; an error of one rank becomes
+    an error of the same kind on all. A collective over all ranks.
 
     Raises:
         CheckpointError: of the kind that another rank raised.
-        Exception: its own, as it is, whatever it is.
+        Exception: this rank's own, unchanged, of any kind.
     """
     failure: Exception | None = None
     try:
@@ -101,8 +101,7 @@ _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 
 def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
-    """Fail on all ranks when there is a problem on any; names the first rank that has one. A collective over
-    all ranks."""
+    """Raise on all ranks if any rank has a problem, and name the first one. A collective over all ranks."""
     problems: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
     dist.all_gather_object(problems, (problem, issubclass(kind, StorageError)))
     found = next(
@@ -115,7 +114,7 @@ def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -
 
 
 def _prepare(directory: Path, staging: Path) -> str | None:
-    """Make an empty staging directory; what is in the way otherwise."""
+    """Make an empty staging directory; return the reason if that fails."""
     try:
         if directory.exists() and any(directory.iterdir()):
             return f"{directory} exists and is not empty: checkpoints are never overwritten; give a new path"
@@ -127,15 +126,14 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 
 
 def _is_first_of(directory: Path) -> bool:
-    """Return whether this rank is the first of those that are given this path. A collective over all
-    ranks."""
+    """Return whether this rank is the first of those that are given this path. A collective over all ranks."""
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, str(directory))
     return paths.index(str(directory)) == dist.get_rank()
 
 
 def _publish_together(directory: Path, staging: Path, first: bool) -> None:
-    """Give the staging directories their names, all or none. A collective over all ranks."""
+    """Give the staging directories their final names, all or none. A collective over all ranks."""
     problem = _publish(directory, staging) if first else None
     try:
         _agree(problem)
@@ -147,7 +145,7 @@ def _publish_together(directory: Path, staging: Path, first: bool) -> None:
 
 
 def _publish(directory: Path, staging: Path) -> str | None:
-    """Sync everything to disk and give it its name; what went wrong otherwise."""
+    """Sync the staging directory to disk and give it its final name; return the reason if that fails."""
     try:
         fsync_tree(staging)
         if directory.exists():

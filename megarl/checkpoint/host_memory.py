@@ -1,5 +1,6 @@
-"""Memory that a process of this machine may still take: what the system has, and what the control group of a
-container allows."""
+"""Memory that a process of this machine may still allocate: what the system has free, within what the
+container's
+control group allows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _VERSIONS = (
 
 
 def available_bytes() -> int:
-    """Return bytes that can be taken without anything having to go."""
+    """Return the bytes that can be allocated without evicting anything."""
     # The least counts: a container may take less than its machine has.
     limits = [psutil.virtual_memory().available]
     for directory, limit, usage, cached in _VERSIONS:

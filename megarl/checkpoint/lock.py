@@ -1,8 +1,9 @@
-"""Keeps a second live run out of a run directory.
+"""A lock that keeps a second live run out of a run directory.
 
-The owner holds a kernel lock (``flock``) on the lock file and writes into it who it is. The kernel lets go
-when the process dies, however it dies, so on one host a dead owner never blocks. Where the kernel lock does
-not reach (another host, a file system without locks) the written owner decides.
+The owner holds a kernel lock (``flock``) on the lock file and writes its identity into it. The kernel
+releases
+the lock when the process dies for any reason, so on one host a dead owner never blocks. Where the kernel lock
+has no effect (another host, a file system without locks) the written owner decides.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Owner:
     Attributes:
         pid: process id on ``host``.
         host: host name.
-        boot_id: id of the boot of that host; another one means that the process is gone.
+        boot_id: id of the host's boot; a different id means that the process is gone.
         process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which
-            tells a reused pid.
+            reveals a reused pid.
         job_id: Slurm job, or empty.
-        job_restart: how often Slurm had requeued that job.
+        job_restart: number of times that Slurm had requeued the job.
     """
 
     pid: int
@@ -53,11 +54,11 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock,
-    so it never hinders a run.
+    """Return the process that holds the lock of a run directory, or died holding it; None if there is none.
+    No lock is taken, so a run is never hindered.
 
     Raises:
-        OSError: the lock is there and cannot be read, so nothing is known of a run.
+        OSError: the lock exists but cannot be read, so nothing is known of a run.
     """
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,7 +71,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def has_ended(owner: Owner) -> bool | None:
-    """Return whether a process runs no more; None when it is on another host, where nothing here can look."""
+    """Return whether a process has ended; None if it is on another host, where this cannot be checked."""
     if _is_gone(owner):
         return True
     return False if owner.host == _this_process().host else None
@@ -84,7 +85,7 @@ class RunLock:
 
     def __init__(self, directory: str | Path) -> None:
         """Args:
-        directory: the run directory; made when missing.
+        directory: the run directory; created if missing.
         """
         self.directory = Path(directory)
         self.path = self.directory / LOCK_NAME
@@ -92,18 +93,17 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """True if this object holds the lock."""
+        """Whether this object holds the lock."""
         return self._descriptor >= 0
 
     def acquire(self) -> RunLock:
         """Take the lock, also from an owner that is certainly dead.
 
-        An owner is dead when its host's kernel says so, or when it is an earlier start of this very Slurm
-        job.
+        An owner is dead when its host's kernel says so, or when it is an earlier start of this Slurm job.
 
         Raises:
-            StateError: a live run has it, or one on another host of which nothing is known; names its process
-                and host.
+            StateError: a live run holds the lock, or a run on another host whose state is unknown; names its
+                process and host.
         """
         if self.held:
             return self
@@ -126,11 +126,11 @@ class RunLock:
         return self
 
     def require_place(self) -> None:
-        """Make sure that the directory still is where the lock was taken, before more is written: what is
-        written after it was removed is lost without a word, and another run may begin there.
+        """Require that the directory is still where the lock was taken, before more is written: whatever is
+        written after its removal would be lost silently, and another run may start there.
 
         Raises:
-            StateError: the directory or the lock's file was removed or renamed, or another one has its name.
+            StateError: the directory or the lock file was removed or renamed, or another one has its name.
         """
         if not self.held or _file_at(self.path) == _identity(os.fstat(self._descriptor)):
             return
@@ -143,8 +143,8 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing. The empty file stays: removing it could hand the
-        lock to two runs."""
+        """Release the lock; a second call does nothing. The empty file stays, because removing it could give
+        the lock to two runs."""
         if not self.held:
             return
         descriptor, self._descriptor = self._descriptor, -1
@@ -170,7 +170,7 @@ class RunLock:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file that is; None where there is none."""
+    """Return the device and inode of a file, or None if it does not exist."""
     try:
         return _identity(path.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -182,8 +182,8 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _try_kernel_lock(descriptor: int) -> bool:
-    """False when another process holds it. A file system without locks counts as free: the written owner
-    decides then."""
+    """Take the kernel lock, and return False if another process holds it. A file system without locks counts
+    as free: the written owner decides then."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,7 +196,7 @@ def _try_kernel_lock(descriptor: int) -> bool:
 
 
 def _is_gone(owner: Owner) -> bool:
-    """Return whether ``owner`` certainly runs no more."""
+    """Return whether ``owner`` has certainly ended."""
     here = _this_process()
     # Slurm starts a job again only when all processes of the attempt before are gone.
     if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
@@ -230,8 +230,8 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """Start of a live process in clock ticks since boot; None when it has ended (a zombie too). 0 where /proc
-    is missing."""
+    """Return the start of a live process in clock ticks since boot, or None if it has ended (a zombie too); 0
+    if /proc is missing."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -247,7 +247,7 @@ def _process_start(pid: int) -> int | None:
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """Return the written owner; None for an empty file or one that a crash left half-written."""
+    """Return the written owner; None if the file is empty or was left half-written by a crash."""
     try:
         fields = json.loads(os.pread(descriptor, 4096, 0))
         owner = Owner(**fields)

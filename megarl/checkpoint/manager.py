@@ -1,10 +1,10 @@
-"""The checkpoints of one run: begun, committed, found again, pruned.
+"""The checkpoints of one run: how they are begun, committed, found and pruned.
 
-A checkpoint is written into ``tmp_step_N``, gets a manifest, reaches the disk, and becomes ``step_N`` by one
-rename. Until that rename it does not exist for readers, and nothing older is touched before it. Saving a step
-that is there already goes through ``step_N_replacement``, so that one of the two is whole at every moment.
-Which checkpoints are kept is decided apart from their deletion; ``training_info.json`` says where training
-stood: step, sampler state, metrics.
+A checkpoint is written into ``tmp_step_N``, gets a manifest, is synced to disk, and becomes ``step_N`` by one
+rename. Before that rename it does not exist for readers, and nothing older is touched. Saving a step that
+exists already goes through ``step_N_replacement``, so that one of the two is complete at every moment. Which
+checkpoints to keep is decided separately from their deletion; ``training_info.json`` records the state of
+training: step, sampler state, metrics.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
     """Return a copy of ``value`` that JSON can hold unchanged; scalars of numpy and torch become plain
     numbers.
 
-    NaN and infinities become null with a warning: a metric that went wrong must not cost the checkpoint.
+    NaN and infinities become null with a warning: a bad metric must not cost the checkpoint.
 
     Raises:
-        CheckpointError: something has no JSON form, or a key is not a text; names its place.
+        CheckpointError: a value has no JSON form, or a key is not a text; names its path.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -84,14 +84,14 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
 
 
 def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
-    """Return the faults of a checkpoint: those of ``verify``, and a step that is no whole number of at least
-    0 or not that of its name.
+    """Return the faults of a checkpoint: those found by ``verify``, and a step that is not a whole number of
+    at least 0 or not the step in its name.
 
     A directory that was renamed or copied would be resumed from again and again; its signature covers the
-    step, not the name.
+    step, but not the name.
 
     Raises:
-        StorageError: the storage fails, so that nobody knows.
+        StorageError: the storage fails, so that the faults are unknown.
     """
     problems = verify(path, hashes, key)
     if problems:
@@ -112,8 +112,8 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
 
 
 def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
-    """Return the metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when
-    there is no finite number."""
+    """Return the metric that ranks a checkpoint, from the info itself or from its ``metrics``; None if it is
+    not a finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
     # bool is an int in Python, and True is no metric.
@@ -134,12 +134,12 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
     """Return steps from best to worst.
 
     Args:
-        metrics: per step its metric; None when the checkpoint has none.
+        metrics: metric of each step; None if the checkpoint has none.
         higher_is_better: whether a larger metric is better.
 
     Returns:
-        Checkpoints with a metric first, best first, the newer of equals first; then those without one, newest
-        first.
+        Checkpoints with a metric first, the best first, the newer of equals first; then those without a
+        metric, newest first.
     """
 
     def badness(step: int) -> tuple[bool, float, int]:
@@ -158,10 +158,9 @@ def steps_to_keep(
     higher_is_better: bool,
     keep_latest: bool = True,
 ) -> set[int]:
-    """Return the best ``keep_top_k`` steps, and the latest one besides; all of them when ``keep_top_k`` is
-    None.
+    """Return the best ``keep_top_k`` steps and the latest one; all of them when ``keep_top_k`` is None.
 
-    As long as there is a checkpoint at all, one is kept.
+    If there is any checkpoint at all, one is kept.
     """
     if keep_top_k is None:
         return set(metrics)
@@ -182,7 +181,7 @@ _TEMPORARY = re.compile(rf"{TEMPORARY_PREFIX}(step_(0|[1-9]\d*)|deleted_step_.+)
 class CheckpointManager:
     """Writes, finds and prunes the checkpoints below ``checkpoint_dir``.
 
-    One writer a directory: hold a ``RunLock`` on the run directory while saving. Readers need none.
+    A directory has one writer: hold a ``RunLock`` on the run directory while saving. Readers need no lock.
 
     Attributes:
         checkpoint_dir: absolute path.
@@ -190,7 +189,7 @@ class CheckpointManager:
             age.
         higher_is_better: direction of that metric.
         save_period: steps between two checkpoints; used by the drivers.
-        keep_top_k: how many of the best to keep, besides the latest; None keeps all.
+        keep_top_k: number of the best checkpoints to keep, besides the latest; None keeps all.
     """
 
     def __init__(
@@ -199,9 +198,9 @@ class CheckpointManager:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
                 ``save_period``, ``keep_top_k``, ``signing_key_file``.
-            lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied
-                up now.
-            verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any
+            lock: the lock of the run directory. If it is held, what a killed run left unfinished is removed
+                now.
+            verify_hashes: whether finding a checkpoint reads every byte of it; sizes are compared in any
                 case.
 
         Raises:
@@ -229,8 +228,7 @@ class CheckpointManager:
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, when given,
-        ``config.yaml``.
+        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, if given, ``config.yaml``.
 
         Args:
             step: finished training steps.
@@ -266,7 +264,7 @@ class CheckpointManager:
         return temporary
 
     def replace_info(self, checkpoint_path: Path, training_info: Mapping[str, Any]) -> None:
-        """Give a begun checkpoint another ``training_info.json``, before anything hashes it.
+        """Replace the ``training_info.json`` of a begun checkpoint, before anything hashes it.
 
         Raises:
             OSError: it cannot be written.
@@ -276,18 +274,18 @@ class CheckpointManager:
 
     def finalize_checkpoint(self, checkpoint_path: str | Path, *, is_sealed: bool = False) -> Path:
         """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old
-        ones.
+        checkpoints.
 
         Args:
-            checkpoint_path: as ``init_tmp_checkpoint`` returned it.
-            is_sealed: its files are on the disk, and its manifest is written (``Write.wait``).
+            checkpoint_path: as returned by ``init_tmp_checkpoint``.
+            is_sealed: its files are on disk, and its manifest is written (``Write.wait``).
 
         Returns:
             Its final path ``step_N``.
 
         Raises:
-            CheckpointError: the path is not a begun checkpoint, or it cannot be written. What was written of
-                it is removed, earlier checkpoints stay as they are.
+            CheckpointError: the path is not a begun checkpoint, or it cannot be written. Its files are
+                removed; earlier checkpoints stay unchanged.
         """
         temporary = Path(checkpoint_path).absolute()
         step = self._step_of_temporary(temporary)
@@ -316,16 +314,16 @@ class CheckpointManager:
         remove_tree(temporary)
 
     def bytes_of_latest(self) -> int | None:
-        """Return bytes of the newest checkpoint; None where there is none, or the storage does not say."""
+        """Return the bytes of the newest checkpoint; None if there is none, or if the storage does not tell."""
         try:
             return next((tree_bytes(path) for _, path in self.checkpoints()), None)
         except StorageError:
             return None
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Delete what ``steps_to_keep`` does not keep.
+        """Delete the checkpoints that ``steps_to_keep`` does not name.
 
-        Nothing is deleted unless the newest whole checkpoint was verified. Damaged ones count for nothing and
+        Nothing is deleted unless the newest complete checkpoint was verified. Damaged ones do not count, and
         are left for a person to look at.
 
         Args:
@@ -355,19 +353,19 @@ class CheckpointManager:
                 logger.info("removed checkpoint %s", whole[step])
 
     def get_latest_checkpoint_path(self) -> Path | None:
-        """Return the whole checkpoint of the highest step; damaged ones are skipped with a warning. None when
-        there is none."""
+        """Return the complete checkpoint of the highest step, or None; damaged ones are skipped with a
+        warning."""
         return self.latest_and_damaged()[0]
 
     def latest_and_damaged(self) -> tuple[Path | None, dict[Path, list[str]]]:
-        """Return the latest whole checkpoint, or None, and what is wrong with every later one; each is read
+        """Return the latest complete checkpoint, or None, and the faults of every later one. Each is read
         once."""
         damaged: dict[Path, list[str]] = {}
         return next(self._whole(self.checkpoints(), damaged), None), damaged
 
     def get_best_checkpoint_path(self) -> Path | None:
-        """Return the whole checkpoint with the best metric, the newer of equals; the latest when none has the
-        metric."""
+        """Return the complete checkpoint with the best metric, the newer of equals; the latest if none has
+        the metric."""
         checkpoints = self.checkpoints()
         metrics: dict[int, float | None] = {}
         for step, path in checkpoints:
@@ -384,8 +382,8 @@ class CheckpointManager:
         return next(self._whole(sorted(checkpoints, key=lambda found: places[found[0]])), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
-        """Return the training info of a checkpoint, or of the latest whole one; None when there is no
-        checkpoint at all.
+        """Return the training info of a checkpoint, by default of the latest complete one; None if there is
+        no checkpoint.
 
         Raises:
             CheckpointError: the given checkpoint has no readable training info.
@@ -394,10 +392,10 @@ class CheckpointManager:
         return None if path is None else read_info(path)
 
     def verify_checkpoint(self, checkpoint_path: str | Path) -> None:
-        """Make sure that a checkpoint is whole before it is loaded.
+        """Require that a checkpoint is complete before it is loaded.
 
         Raises:
-            CheckpointError: lists everything that is wrong with it.
+            CheckpointError: lists all its faults.
         """
         problems = self._verify(Path(checkpoint_path))
         if problems:
@@ -407,10 +405,10 @@ class CheckpointManager:
             )
 
     def unfinished(self) -> list[Path]:
-        """Return directories of checkpoints that were begun and not committed, by name.
+        """Return the directories of checkpoints that were begun but not committed, by name.
 
         Raises:
-            StorageError: the storage does not say what is there.
+            StorageError: the directory cannot be listed.
         """
         paths = [
             self.checkpoint_dir / name for name in names_in(self.checkpoint_dir) if _TEMPORARY.fullmatch(name)
@@ -418,11 +416,11 @@ class CheckpointManager:
         return [path for path in paths if is_real_directory(path)]
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, directory) of every committed checkpoint, latest first, a replacement before what it
-        replaces.
+        """Return (step, directory) of every committed checkpoint, latest first, a replacement before the
+        checkpoint that it replaces.
 
         Raises:
-            StorageError: the storage does not say what is there.
+            StorageError: the directory cannot be listed.
         """
         matches = [
             (match, self.checkpoint_dir / name)
@@ -438,7 +436,7 @@ class CheckpointManager:
     def _whole(
         self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None
     ) -> Iterator[Path]:
-        """Yield the complete checkpoints; the faults of others are logged and kept in ``damaged``."""
+        """Yield the complete checkpoints; log the faults of the others and store them in ``damaged``."""
         for _, path in checkpoints:
             try:
                 problems = self._verify(path)
@@ -454,14 +452,15 @@ class CheckpointManager:
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
 
     def _verify(self, path: Path, hashes: bool = True) -> list[str]:
-        """Return the faults of a checkpoint; its bytes are read where both callers ask for it."""
+        """Return the faults of a checkpoint. Its bytes are read if both this call and the manager ask for
+        hashes."""
         return faults_of_checkpoint(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
-        """Return whether some checkpoint has a figure under ``metric_name``.
+        """Return whether any checkpoint has a value for ``metric_name``.
 
         Raises:
-            StorageError: the storage does not say.
+            StorageError: the checkpoints cannot be read.
         """
         return any(self._metric(path) is not None for _, path in self.checkpoints())
 
@@ -487,8 +486,8 @@ class CheckpointManager:
             )
 
     def _is_trusted(self, path: Path) -> bool:
-        """Return whether ``path`` may be the reason to delete others. One that this process committed was
-        hashed a moment ago."""
+        """Return whether others may be deleted because ``path`` exists. A checkpoint that this process
+        committed was hashed a moment ago."""
         return path in self._committed or not self._verify(path)
 
     def _step_of_temporary(self, path: Path) -> int:
@@ -517,7 +516,7 @@ class CheckpointManager:
         return self._settle_replacement(step)
 
     def _settle_replacement(self, step: int) -> Path:
-        """Let a replacement take the place of what it replaces, and return where the step stands. Safe to
+        """Rename a replacement over the checkpoint that it replaces, and return the path of the step. Safe to
         repeat after a crash."""
         final = self.checkpoint_dir / f"step_{step}"
         replacement = _replacement_of(final)
@@ -532,7 +531,8 @@ class CheckpointManager:
         return final
 
     def _tidy(self) -> None:
-        """Remove what killed runs left unfinished, also in memory, and end the replacements they began."""
+        """Remove what killed runs left unfinished, also in memory, and complete the replacements that they
+        began."""
         tidy_memory(self.checkpoint_dir)
         for path in self.unfinished():
             logger.warning("removing unfinished %s", path)
@@ -541,7 +541,7 @@ class CheckpointManager:
             self._settle_replacement(step)
 
     def _failed(self, temporary: Path, error: Exception) -> CheckpointError:
-        """Remove an unfinished checkpoint and describe why."""
+        """Remove an unfinished checkpoint and return an error that describes why."""
         if temporary.exists():
             remove_tree(temporary)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -553,8 +553,8 @@ class CheckpointManager:
 
 
 def _newest_of_each_step(checkpoints: list[tuple[int, Path]]) -> dict[int, Path]:
-    """A replacement stands before what it replaces, so the first directory of a step is the one that
-    counts."""
+    """Return one directory per step: the first, because a replacement precedes the checkpoint that it
+    replaces."""
     return dict(reversed(checkpoints))
 
 

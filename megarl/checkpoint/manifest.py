@@ -2,8 +2,8 @@
 loaded.
 
 Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes,
-"hash": hex}}, "digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest
-itself visible. Where a key is given there is "signature" besides (``converters.files.signature``).
+"hash": hex}}, "digest": sha256 of the canonical JSON of "files"}``. The digest reveals damage to the manifest
+itself. With a key there is also a "signature" (``converters.files.signature``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VERSION = 1
 
 
 Entry = dict[str, Any]
-"""What the manifest says of a file: ``size`` in bytes and ``hash``."""
+"""The manifest's entry of a file: ``size`` in bytes and ``hash``."""
 
 
 def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
     Args:
         root: directory of a checkpoint.
-        known: entries of files by their paths below ``root``, which are not read again. They belong to the
-            checkpoint also where a file system over a network does not list them here yet.
+        known: entries of files, by their paths below ``root``; these files are not read again. They belong to
+            the checkpoint even if a network file system does not list them here yet.
 
     Returns:
         The manifest.
@@ -67,19 +67,19 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
 
 def entry_of(path: Path) -> Entry:
-    """Return the entry of a file in the manifest.
+    """Return the manifest's entry of a file.
 
     Raises:
-        OSError: it cannot be read, or is a symbolic link.
+        OSError: the file cannot be read, or is a symbolic link.
     """
     return {"size": path.stat().st_size, "hash": hash_of(path)}
 
 
 def read_signing_key(path: str | None) -> bytes | None:
-    """Return the key of ``checkpointing.signing_key_file``; None where there is none.
+    """Return the key in ``checkpointing.signing_key_file``, or None if there is none.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the key cannot be used.
     """
     if path is None:
         return None
@@ -93,8 +93,8 @@ def sign_manifest(root: Path, key: bytes) -> None:
     """Sign the manifest of a directory that nobody reads yet.
 
     Raises:
-        CheckpointError: it has none, or a damaged one.
-        OSError: it cannot be written.
+        CheckpointError: the directory has no manifest, or a damaged one.
+        OSError: the signature cannot be written.
     """
     manifest = _read(root)
     write_bytes_durably(
@@ -106,20 +106,20 @@ def sign_manifest(root: Path, key: bytes) -> None:
 def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
     """Compare a directory with its manifest.
 
-    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is
-    opened that leads out of ``root`` or through a symbolic link.
+    Files that the manifest does not name are ignored, unless a signature is required. No path in the manifest
+    is opened that leads out of ``root`` or through a symbolic link.
 
     Args:
         root: directory of a checkpoint.
         hashes: read every byte; otherwise only names and sizes are compared.
-        key: that the manifest has to be signed by, and then with nothing beside what it names; None accepts
-            any.
+        key: key that the manifest must be signed with; the directory must then hold nothing that the manifest
+            does not name. None accepts any manifest.
 
     Returns:
-        What is wrong, one sentence a problem; empty when the checkpoint is whole.
+        The faults, one sentence each; empty if the checkpoint is complete.
 
     Raises:
-        StorageError: the storage fails, so that nobody knows.
+        StorageError: the storage fails, so that the faults are unknown.
     """
     directory = Path(root)
     try:
@@ -149,10 +149,10 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
 
 
 def _read(root: Path) -> Mapping[str, Any]:
-    """Return the manifest, whose own digest is right.
+    """Return the manifest after checking its digest.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = root / MANIFEST_NAME
     try:
@@ -184,8 +184,8 @@ def _read(root: Path) -> Mapping[str, Any]:
 
 
 def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> list[str]:
-    """Return why a checkpoint is not one that the owner of the key has written; its files are compared with
-    the manifest elsewhere."""
+    """Return the reasons why a checkpoint was not written by the owner of the key. Its files are compared
+    with the manifest elsewhere."""
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
@@ -228,8 +228,7 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
 
 
 def _is_inside(root: Path, name: str) -> bool:
-    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
-    directories."""
+    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real directories."""
     path = PurePosixPath(name)
     # `a//b` or `./a` would be a second name of a file; `lstat` raises ValueError for a null byte.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:

@@ -1,13 +1,15 @@
 """The shared memory of one node, in which its ranks leave their files of a checkpoint, and a process that
-brings them to the disk.
+writes
+them to disk.
 
-The process begins before the ranks write, and waits to be told where to. It ends with whoever has started it,
-and takes the memory along: a run that is killed leaves nothing, whatever it was doing. It is no child of an
-actor that has started it: Ray kills the children of its workers with them.
+The process starts before the ranks write, and waits until it is told the target directory. It ends with the
+process that started it, and removes the memory, so a killed run leaves nothing, whatever it was doing. It is
+not a child of the actor that started it, because Ray kills the children of its workers with them.
 
-Each node writes and hashes its own files. Who has asked for them writes the manifest and gives the checkpoint
-its name: the driver, which has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an
-actor on each node (``megarl.run.memory_of_nodes``).
+Each node writes and hashes its own files. The caller writes the manifest and gives the checkpoint its name:
+the driver, which has the memory of its own node (``OwnMemory``), and for ranks elsewhere an actor on each
+node
+(``megarl.run.memory_of_nodes``).
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ _HOLD_S = 60.0
 # Until a process that is no longer wanted is killed, and until one that was killed is given up.
 _END_S = 2.0
 _REMOVALS, _REMOVAL_S = 50, 0.1
-"""Tries to remove memory that ranks may still write to, and the time between two."""
+"""Attempts to remove memory that ranks may still write to, and the seconds between two attempts."""
 
 
 class NodeMemory:
-    """Memory of one node, for one checkpoint at a time. Safe to call from several threads: all but ``write``
-    return soon.
+    """Memory of one node, for one checkpoint at a time. Methods may be called from several threads: all but
+    ``write`` return soon.
 
     Args:
-        checkpoint_dir: directory of the checkpoints. Somebody holds the run's lock.
-        node: that tells this node's memory apart.
-        has_child: the process is a child of this one, which asks for its end, so that no dead one is left
-            where nobody else does.
+        checkpoint_dir: directory of the checkpoints. The caller's run holds the run's lock.
+        node: name that distinguishes this node's memory.
+        has_child: the writing process is a child of this one, which waits for its end, so that no zombie is
+            left where nobody else reaps it.
     """
 
     def __init__(self, checkpoint_dir: str, node: str, *, has_child: bool = False) -> None:
@@ -67,7 +69,7 @@ class NodeMemory:
         tidy_memory(self._checkpoint_dir)
 
     def take(self, needed: int) -> str | None:
-        """Return the path of an empty directory for ``needed`` bytes and a little more; None where there is
+        """Return the path of an empty directory for ``needed`` bytes and a little more, or None if there is
         no room."""
         self.free()
         path = take_memory(self._checkpoint_dir, needed, self._node, self._kept_bytes)
@@ -81,13 +83,13 @@ class NodeMemory:
         return str(path)
 
     def hold(self) -> int:
-        """Open what the ranks have staged. Afterwards it does not matter what becomes of them.
+        """Open what the ranks have staged. Afterwards the ranks may die without loss.
 
         Returns:
             Bytes of memory that they keep for the next checkpoint.
 
         Raises:
-            CheckpointError: that cannot be opened, or is no longer wanted; without the node's name.
+            CheckpointError: a file cannot be opened, or is no longer wanted; without the node's name.
         """
         if self._process is None:
             raise CheckpointError(_NOTHING)
@@ -95,23 +97,23 @@ class NodeMemory:
         return self._kept_bytes
 
     def write(self, target: str) -> dict[str, Entry]:
-        """Bring what is in the directory to one on the disk, and remove it here. After an error ``free``
-        removes it.
+        """Move the files in the directory to a directory on disk. After an error ``free`` removes what is
+        left.
 
         Returns:
-            By path below it, size and hash of each file. They, and the directories that they are in, are on
-            the disk.
+            Size and hash of each file, by its path below the directory. The files and their directories are
+            on disk.
 
         Raises:
-            CheckpointError: they could not be written, or are no longer wanted; without the node's name.
+            CheckpointError: the files could not be written, or are no longer wanted; without the node's name.
         """
         return self.begin(target).files()
 
     def begin(self, target: str) -> Writer:
-        """Begin what ``write`` does.
+        """Begin ``write`` without waiting for it.
 
         Raises:
-            CheckpointError: nothing waits here.
+            CheckpointError: no checkpoint waits here.
         """
         # ``free`` may come in between
         process = self._process
@@ -121,7 +123,7 @@ class NodeMemory:
         return process
 
     def free(self) -> None:
-        """End the process, whatever it is doing, and remove what is left."""
+        """End the writing process, whatever it is doing, and remove what is left."""
         # Taken out first, so that a second call from another thread finds nothing to end.
         process, self._process = self._process, None
         if process is not None:
@@ -130,10 +132,10 @@ class NodeMemory:
 
 
 class OwnMemory:
-    """``CheckpointMemory`` of this node alone, for ranks that are all on it.
+    """The ``CheckpointMemory`` of a run whose ranks are all on this node.
 
     Args:
-        checkpoint_dir: directory of the checkpoints. Hold the run's lock.
+        checkpoint_dir: directory of the checkpoints. The caller holds the run's lock.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
@@ -165,14 +167,14 @@ class OwnMemory:
 
 
 class OwnWrite:
-    """``Write`` of a checkpoint from the memory of this node alone.
+    """The ``Write`` of a checkpoint from this node's memory.
 
     Args:
-        memory: that it waits in.
-        target: directory on the disk.
+        memory: the memory that the checkpoint waits in.
+        target: directory on disk.
 
     Raises:
-        CheckpointError: nothing waits there.
+        CheckpointError: no checkpoint waits there.
     """
 
     def __init__(self, memory: NodeMemory, target: Path) -> None:
@@ -184,7 +186,7 @@ class OwnWrite:
         return self._writer.has_ended()
 
     def wait(self, longest_s: float) -> float:
-        """See ``Write``."""
+        """Wait for the write, see ``Write.wait``."""
         try:
             files = self._writer.files(longest_s)
         except TimeoutError:
@@ -198,12 +200,12 @@ class OwnWrite:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """See ``Write``."""
+        """End the write, see ``Write.abort``."""
         self._memory.free()
 
 
 class Writer:
-    """The process, from the other end of its pipes."""
+    """The process that writes to disk, as seen from the other end of its pipes."""
 
     def __init__(self, source: Path, *, is_child: bool) -> None:
         # says which it is; one that is to be nobody's child is left at once by the one that is started
@@ -233,10 +235,10 @@ class Writer:
         ).start()
 
     def hold(self) -> int:
-        """Have it open the memory of ranks; the bytes of that.
+        """Have the process open the memory of the ranks, and return the bytes of that memory.
 
         Raises:
-            CheckpointError: it cannot, is gone, or does not answer.
+            CheckpointError: the process cannot open it, is gone, or does not reply.
         """
         self._tell(None)
         if not self._holds.wait(_HOLD_S):
@@ -244,7 +246,7 @@ class Writer:
         return int(self._said_of("kept_bytes"))
 
     def write(self, target: str) -> None:
-        """Have it begin to write to a directory."""
+        """Have the process begin to write to a directory."""
         self._tell(target)
 
     def has_ended(self) -> bool:
@@ -252,11 +254,11 @@ class Writer:
         return self._has_ended.is_set()
 
     def files(self, longest_s: float | None = None) -> dict[str, Entry]:
-        """Return the entries of the files that it was told to write, when it is through.
+        """Wait for the process, and return the entries of the files that it has written.
 
         Raises:
             TimeoutError: that takes longer than ``longest_s``.
-            CheckpointError: they could not be written.
+            CheckpointError: the files could not be written.
         """
         if not self._has_ended.wait(longest_s):
             raise TimeoutError
@@ -275,7 +277,7 @@ class Writer:
         return self._said[answer]
 
     def end(self) -> None:
-        """Take what it is to read from it: that is its end."""
+        """Close the process's standard input, upon which it ends."""
         assert self._first.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.close()
@@ -325,8 +327,8 @@ def main(source: str) -> None:
 
 
 def _order(source: Path) -> str | None:
-    """Return the next order: a directory to write to, or None to open memory. Exits when the process that
-    gives orders is gone."""
+    """Return the next order: a directory to write to, or None to open memory. Exit if the process that gives
+    orders is gone."""
     line = sys.stdin.buffer.readline()
     if not line:
         _leave(source, 2)
@@ -334,18 +336,18 @@ def _order(source: Path) -> str | None:
 
 
 def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
-    """Move the files of this node to the disk.
+    """Move the files of this node to disk.
 
     Args:
         source, target: directories.
-        staged: files of its ranks, as of ``open_staged``.
+        staged: files of its ranks, as returned by ``open_staged``.
 
     Returns:
-        Size and hash of each, as it was in memory, by its path below ``target``.
+        Size and hash of each file as it was in memory, by its path below ``target``.
 
     Raises:
-        OSError: one cannot be written.
-        CheckpointError: there is none.
+        OSError: a file cannot be written.
+        CheckpointError: there is no file.
     """
     entries = move_files(source, target, staged)
     directories = {
@@ -367,27 +369,27 @@ def _say(answer: int, **said: Any) -> None:
 
 
 def _end_with_asker(source: Path) -> None:
-    """End when whoever holds the other end of standard input is gone, or wants nothing more: nobody would
-    give the checkpoint its name."""
+    """End when the process at the other end of standard input is gone or has closed it: nobody would give the
+    checkpoint its name."""
     sys.stdin.buffer.read()
     _leave(source, 2)
 
 
 def _reason_of(error: Exception) -> str:
-    """Return why files could not be written, in one line."""
+    """Return in one line why files could not be written."""
     text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return f"{type(error).__name__}: {text}"
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory that somebody else may remove too."""
+    """Remove a directory that another process may be removing too."""
     if directory.exists():
         remove_tree(directory)
 
 
 def _leave(source: Path, code: int) -> None:
-    """Remove what is in memory, also where ranks that have not heard of the end still write there, and
-    end."""
+    """Remove what is in memory, although ranks that do not know of the end yet may still write there, and
+    exit."""
     # Again and again, because ranks that do not know it yet make files while the directory is removed.
     for _ in range(_REMOVALS):
         _remove(source)

@@ -1,4 +1,4 @@
-"""Reads the kinds of file that torch writes as pickles, so that none can run code: see
+"""Readers of the files that torch writes as pickles, restricted so that no file can run code; see
 ``converters.files.restricted``."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["METADATA_FILE", "read_plain", "read_plain_index", "restricted_loadin
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Return what is no tensor of an optimizer checkpoint: hyperparameters, counters, the schedule.
+    """Return the part of an optimizer checkpoint that is not tensors: hyperparameters, counters, the
+    schedule.
 
     Raises:
         UnusableCheckpointError: the file is missing, damaged, or holds more than plain values.
@@ -41,9 +42,9 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Inside, every reader of DCP's, whoever makes it, has an index that names no object but those that an
-    index is made of, and tries again where the storage fails for a moment; objects among the tensors are
-    plain values."""
+    """Restrict every DCP reader that is created inside the block, by whomever: its index may name only the
+    objects that an index consists of, reads are retried if the storage fails for a moment, and objects among
+    the tensors are plain values."""
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
@@ -64,11 +65,11 @@ def restricted_loading() -> Iterator[None]:
 
 
 def read_plain_index(directory: Path) -> Metadata:
-    """Return the index of a checkpoint. Read before a library does, it is refused by an error of its own; a
-    reader's comes wrapped in others, in each torch otherwise.
+    """Return the index of a checkpoint. Reading it before a library does makes a bad index an error of ours;
+    a library's reader wraps the error in others, which differ between versions of torch.
 
     Raises:
-        UnusableCheckpointError: it is missing, damaged, or names what no index needs.
+        UnusableCheckpointError: the index is missing, damaged, or names an object that no index needs.
     """
     try:
         return read_again(lambda: read_index(directory), str(directory / METADATA_FILE))

@@ -1,9 +1,9 @@
-"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), made by the process that
-brings the checkpoint to the disk.
+"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), created by the process that
+writes
+the checkpoint to disk.
 
-A file NAME is described in NAME.staged: in which memory its pieces lie, in which order they are in the file,
-and how many bytes each takes there. Some are there as they are; a tensor becomes an archive of
-``torch.save``.
+NAME.staged describes a file NAME: which memory its pieces are in, their order in the file, and the bytes of
+each in that memory. Some pieces are written as they are; a tensor becomes an archive of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".distcp.staged"
-"""Of a description. No other file of a checkpoint is called so."""
+"""Suffix of a description's name; no other file of a checkpoint has it."""
 _PLAIN_SUFFIX = ".distcp"
 
 
 def description_name(name: str) -> str:
-    """Return the name of the description of a file."""
+    """Return the name of a file's description."""
     return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
 
 
 def plain_name(name: str) -> str:
-    """Return the name of the file that a description is of; of another file, its own."""
+    """Return the name of the file that a description belongs to; any other file keeps its own name."""
     return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
 class StagedFile:
-    """A file that is described, with its memory open, which stays so whatever becomes of the rank.
+    """A described file, with its memory open, so that it stays readable after the rank is gone.
 
     Args:
         description: path of the description.
 
     Raises:
-        CheckpointError: it is no description, or its memory cannot be opened.
+        CheckpointError: it is not a description, or its memory cannot be opened.
         OSError: the description cannot be read.
     """
 
@@ -59,19 +59,19 @@ class StagedFile:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the memory, which the rank keeps."""
+        """Bytes of the memory, which the rank keeps for its next checkpoint."""
         return 0 if self._memory is None else len(self._memory)
 
     def write(self, target: Path) -> Entry:
-        """Make the file in the directory ``target``, and wait until it is on the disk.
+        """Write the file into the directory ``target``, and wait until it is on disk.
 
         Returns:
-            Its size and hash, of what was to be written.
+            Size and hash of the bytes that were to be written.
 
         Raises:
-            OSError: it cannot be written.
-            CheckpointError: an archive has another length than was said, so that the checkpoint's index is
-                wrong.
+            OSError: the file cannot be written.
+            CheckpointError: an archive's length differs from the described one, so that the checkpoint's
+                index is wrong.
         """
         with (target / self._name).open("wb") as file:
             stream = _Stream(file)
@@ -106,10 +106,10 @@ class StagedFile:
 
 
 def open_staged(source: Path) -> dict[str, StagedFile]:
-    """Return all files that are described below ``source``, by path of the description there.
+    """Return all described files below ``source``, by path of the description there.
 
     Raises:
-        CheckpointError: one is no description, or its memory cannot be opened.
+        CheckpointError: a file is not a description, or its memory cannot be opened.
         OSError: a description cannot be read.
     """
     return {
@@ -136,7 +136,7 @@ def tensor_at(
 
 
 class _Stream:
-    """A file that is written to, with its hash.
+    """A file that is being written, with its running hash.
 
     Attributes:
         length: bytes so far.
@@ -148,7 +148,7 @@ class _Stream:
         self.length = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Add to the file."""
+        """Append to the file."""
         self._file.write(data)
         self.digest.update(data)
         written = memoryview(data).nbytes
@@ -156,14 +156,14 @@ class _Stream:
         return written
 
     def flush(self) -> None:
-        """Nothing: the file is flushed as a whole."""
+        """Do nothing: the file is flushed as a whole."""
 
 
 def _read(description: Path) -> dict[str, Any]:
-    """Read the file of a description.
+    """Read a description.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the file is not a description.
     """
     try:
         said = json.loads(description.read_text())
@@ -177,7 +177,7 @@ def _read(description: Path) -> dict[str, Any]:
 
 
 def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
-    """Return the memory of a rank that a file is in."""
+    """Open the memory of the rank that a file is in."""
     what = f"the memory of process {address['process']} that {name} is in cannot be opened"
     try:
         # what it leads to by now may be a pipe

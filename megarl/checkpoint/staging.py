@@ -1,13 +1,14 @@
 """Staging of a checkpoint: each rank copies its tensors to shared memory that it keeps from save to save, and
-the process that brings the checkpoint to the disk makes the files of them.
+the
+process that writes the checkpoint to disk creates the files from it.
 
-A rank that wrote its file in shared memory itself would take the time of some ten copies: all pages are new,
-and an archive needs the checksums of its tensors. A copy to pages that are there takes the time of one. So a
-rank copies the values, and leaves a description of the file beside the checkpoint's other files. The file
-that is made of it is the one that the rank would have written, to the last byte.
+A rank that wrote its file in shared memory itself would need the time of some ten copies, because all pages
+are new, and an archive needs the checksums of its tensors. A copy to existing pages takes the time of one. So
+a rank copies the values, and leaves a description of the file next to the checkpoint's other files. The file
+that is created from them is the one that the rank would have written, to the last byte.
 
-The memory has no name in any directory (``memfd_create``): it is gone with the last process that has it open,
-however that ends.
+The memory has no name in any directory (``memfd_create``): it disappears with the last process that has it
+open, however that process ends.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class StagedTensor:
 
     Attributes:
         dtype, shape, stride: as they are saved.
-        fill: is given a tensor on the host of that kind, and copies the values there.
+        fill: receives a host tensor with these properties, and copies the values into it.
     """
 
     dtype: torch.dtype
@@ -63,7 +64,7 @@ class StagedTensor:
 
 
 def staged(tensor: Tensor) -> StagedTensor:
-    """Return a tensor of any device, with the strides that a copy of it in memory of its own has."""
+    """Return a tensor of any device as a ``StagedTensor``, with the strides of a copy in memory of its own."""
     values = tensor.detach()
     # torch.save writes the whole storage of a view: the copy in memory has to look like what DCP would write.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
@@ -77,7 +78,7 @@ class StagingBuffer:
     """Shared memory of one rank for one of the directories of a checkpoint. It grows to the largest save, and
     is kept until ``close``.
 
-    What an earlier save left here is overwritten: whoever reads it has to be through.
+    The next save overwrites it, so whoever reads it must have finished by then.
     """
 
     def __init__(self) -> None:
@@ -87,18 +88,19 @@ class StagingBuffer:
         self._lengths: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def write(self, path: Path, pieces: Sequence[_Bytes | StagedTensor]) -> list[tuple[int, int]]:
-        """Copy the pieces of a file here, and describe it. Nobody may write to ``path`` itself.
+        """Copy the pieces of a file to this buffer, and write the file's description. Nobody else may write
+        to ``path``.
 
         Args:
-            path: of the file that is to be made.
-            pieces: bytes, which are in the file as they are, and tensors, each of which becomes an archive of
+            path: of the file to be created.
+            pieces: bytes, which the file holds unchanged, and tensors, each of which becomes an archive of
                 ``torch.save``.
 
         Returns:
-            Of each piece where it begins in the file, and its bytes there.
+            Offset and number of bytes of each piece in the file.
 
         Raises:
-            CheckpointError: there is no memory for them.
+            CheckpointError: there is no memory for the pieces.
             OSError: the description cannot be written.
         """
         sizes = [piece.nbytes if isinstance(piece, StagedTensor) else len(piece) for piece in pieces]
@@ -114,7 +116,7 @@ class StagingBuffer:
         return spans
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody reads it any more."""
+        """Return the memory, as soon as nobody reads it any more."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor, self._memory, self._capacity = None, None, 0
@@ -140,7 +142,7 @@ class StagingBuffer:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     def _keep(self, piece: _Bytes | StagedTensor, place: int) -> dict[str, Any]:
-        """Copy a piece; what its description says of it."""
+        """Copy a piece, and return its part of the description."""
         if not isinstance(piece, StagedTensor):
             if piece:
                 assert self._memory is not None
@@ -176,22 +178,21 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """The buffers of a rank: one for each directory that it writes of a checkpoint, by the directory's
-    name."""
+    """The buffers of a rank: one for each directory of a checkpoint that it writes, by the directory's name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, StagingBuffer] = {}
 
     def of(self, directory: Path) -> StagingBuffer | None:
-        """Return the buffer of ``directory``, and of directories of its name in other checkpoints. None where
-        it is on the disk already: then the memory of all is given back."""
+        """Return the buffer of ``directory``, and of directories with its name in other checkpoints. Return
+        None for a directory that is on disk; then the memory of all buffers is returned."""
         if waits_in_memory(directory):
             return self._buffers.setdefault(directory.name, StagingBuffer())
         self.close()
         return None
 
     def close(self) -> None:
-        """Give all of the memory back."""
+        """Return the memory of all buffers."""
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()
@@ -204,14 +205,14 @@ def staged_results(
     plain: Sequence[tuple[WriteItem, io.BytesIO]],
     tensors: Sequence[tuple[WriteItem, StagedTensor]],
 ) -> list[WriteResult]:
-    """Stage a file; what DCP would say of it if it had been written.
+    """Stage a file, and return what DCP would report if it had been written.
 
     Args:
-        buffer: where its tensors are copied to.
+        buffer: buffer that its tensors are copied to.
         path: of the file.
-        name: of it in the index.
-        plain: what is no tensor, and is in the file first.
-        tensors: behind it.
+        name: of the file in the index.
+        plain: the items that are not tensors, which come first in the file.
+        tensors: the items that follow.
 
     Raises:
         CheckpointError: there is no memory for them.
@@ -226,12 +227,11 @@ def staged_results(
 
 
 class RankWriter(dcp.FileSystemWriter):
-    """DCP's way of saving, in which the one file of this rank may be staged, and errors of the storage are
-    told.
+    """DCP's writer, which may stage the one file of this rank, and reports errors of the storage.
 
     Args:
         directory: of the files.
-        buffer: where the file is staged; None: it is written.
+        buffer: where the file is staged; None writes it.
     """
 
     def __init__(self, directory: Path, buffer: StagingBuffer | None) -> None:
@@ -240,7 +240,7 @@ class RankWriter(dcp.FileSystemWriter):
         self._directory, self._buffer = directory, buffer
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write or stage what a plan gives to this rank; as of DCP."""
+        """Write or stage what a plan assigns to this rank; arguments and result as in DCP."""
         if self._buffer is None:
             try:
                 return super().write_data(plan, planner)
@@ -271,18 +271,18 @@ class _Counted:
         return size
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _archive_length(tensor: Tensor) -> int:
-    """Return bytes of the archive that ``torch.save`` makes, which do not depend on the values."""
+    """Return the bytes of the archive that ``torch.save`` writes, which do not depend on the values."""
     counted = _Counted()
     torch.save(tensor, cast("BinaryIO", counted))
     return counted.length
 
 
 def _rows(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return places for pieces of these sizes one behind the other, and where the last one ends."""
+    """Return offsets for pieces of these sizes, one after the other, and the offset behind the last one."""
     places, end = [], 0
     for size in sizes:
         places.append(end)

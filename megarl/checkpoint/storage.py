@@ -1,4 +1,4 @@
-"""Storage that fails for a moment or has no room: reads that are tried again, and messages about space."""
+"""Storage that fails for a moment or has no room: reads that are retried, and messages about space."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ TRANSIENT = frozenset(
         errno.ENETDOWN,
     }
 )
-"""What a file system over a network, or a disk, says of a moment, and not of what a file holds."""
+"""Errors by which a network file system, or a disk, reports a momentary failure, and nothing about a file's
+contents."""
 PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""Between the tries of a read."""
+"""Seconds between the attempts of a read."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_again(read: Callable[[], Read], what: str) -> Read:
-    """Return the result of ``read``, and call it again after ever longer pauses while the storage fails for a
+    """Return the result of ``read``, and retry it after ever longer pauses while the storage fails for a
     moment.
 
     Args:
@@ -43,14 +44,14 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
         what: for messages.
 
     Raises:
-        StorageError: the last try failed for such a reason too. Every other error is raised as it is.
+        StorageError: the last attempt failed for such a reason too. Every other error is raised unchanged.
     """
-    # None stands for the last try, after which nothing is waited for.
+    # None stands for the last attempt, which no pause follows.
     for pause in (*PAUSES_S, None):
         try:
             return read()
         except Exception as error:
-            # An inner `read_again` has waited already.
+            # Do not retry if an inner `read_again` has retried already.
             if isinstance(error, StorageError) or (cause := transient_cause(error)) is None:
                 raise
             if pause is None:
@@ -68,17 +69,17 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path leads to a file. ``Path.is_file`` says no, or raises, where the storage fails for
-    a moment.
+    """Return whether a path leads to a file. ``Path.is_file`` returns False, or raises, if the storage fails
+    for a moment.
 
     Raises:
-        StorageError: the storage does not say.
+        StorageError: the storage does not tell.
     """
     return stat.S_ISREG(_mode(path))
 
 
 def is_real_directory(path: Path) -> bool:
-    """Return whether a path is a directory and no link to one; reads like ``is_file``."""
+    """Return whether a path is a directory and not a link to one; reads like ``is_file``."""
     return stat.S_ISDIR(_mode(path, follow=False))
 
 
@@ -88,10 +89,10 @@ def is_there(path: Path) -> bool:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Names of what is in a directory, sorted; none where there is no such directory.
+    """Return the names in a directory, sorted; empty if the directory does not exist.
 
     Raises:
-        StorageError: the storage does not say.
+        StorageError: the storage does not tell.
     """
     try:
         return sorted(read_again(lambda: os.listdir(directory), str(directory)))
@@ -108,7 +109,7 @@ def _mode(path: Path, follow: bool = True) -> int:
 
 
 def transient_cause(error: BaseException | None) -> OSError | None:
-    """Return the error of the storage that ``error`` is, or is made of; None where there is none."""
+    """Return the storage's error that ``error`` is, or was caused by; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             return error
@@ -117,7 +118,7 @@ def transient_cause(error: BaseException | None) -> OSError | None:
 
 
 def tree_bytes(root: Path) -> int:
-    """Return bytes of all files below ``root``; 0 where there is no such directory."""
+    """Return the bytes of all files below ``root``; 0 if there is no such directory."""
     return sum(
         size
         for directory, _, names in os.walk(root)
@@ -135,8 +136,8 @@ def _sizes(paths: Iterator[Path]) -> Iterator[int]:
 
 
 def storage_error(error: Exception) -> Exception:
-    """Return the error of the storage that led to another one; where there is none, the other one.
-    ``torch.save`` tells of what it could not write only that it is at another position than it thought."""
+    """Return the storage's error that led to another one, or else that other one. When ``torch.save`` cannot
+    write, it reports only that its position is not the expected one."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -144,14 +145,14 @@ def storage_error(error: Exception) -> Exception:
 
 
 def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
-    """``no space: ...`` with what is needed and what is free, where that may be why a checkpoint could not be
-    written; else ``""``.
+    """Return ``no space: ...`` with the needed and the free bytes, if that may be why a checkpoint could not
+    be written; else ``""``.
 
     Args:
-        directory: where it was to be.
-        needed: bytes that it takes.
-        error: that ended it; what it says of a quota counts, of which the free space of the disk tells
-            nothing.
+        directory: directory of the checkpoint.
+        needed: bytes that the checkpoint takes.
+        error: the error that ended the write; if it names a quota, that counts, because the disk's free space
+            says nothing of a quota.
     """
     try:
         free = shutil.disk_usage(directory).free

@@ -82,6 +82,7 @@ def adapter_parameters(
     for rule in itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in layers):
         if not is_expert(rule.megatron_name):
             total += _parameters(section, rule, tensor)
+        # The experts of a layer are alike: the first one counts for all.
         elif expert_index(rule.megatron_name) == 0:
             total += number * _parameters(section, rule, expert_tensor)
     return total

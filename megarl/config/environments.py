@@ -20,6 +20,7 @@ SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
 """Environments that judge responses by reward functions."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
+# ``megarl.rollout.tools.parsers`` asserts that it has these, in this order; ``tool_parser`` lists them too.
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 

@@ -30,6 +30,7 @@ _ENVIRONMENT = "oc.env"
 _PURE = ("mul",)
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
+# Of an address, or of a text with NAME=VALUE in it, the secret part alone is hidden.
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
@@ -178,6 +179,7 @@ def _with_another_environment(merged: DictConfig) -> Any:
     try:
         return OmegaConf.to_container(merged, resolve=True)
     finally:
+        # OmegaConf has one table of resolvers for the whole process: the next reading wants the real one.
         OmegaConf.register_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
@@ -402,6 +404,7 @@ def _apply(config: DictConfig, override: str) -> None:
         raise OverridesError(
             f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
         )
+    # OmegaConf.update would put an empty section where a value is on the way, without a word.
     _refuse_path_through_value(config, override, key)
     if sign == "+" and _is_there(config, key):
         raise OverridesError(
@@ -490,6 +493,7 @@ def with_environment(config: Mapping[str, Any]) -> Config:
     if not isinstance(section, Mapping) or not (steps or workers):
         return dict(config)
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
+    # Compared as text too, because parts that are no numbers were passed over.
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
         bound = "first:stop is wanted, the first of the steps and the one after the last"
         raise ConfigError(

@@ -180,6 +180,7 @@ def _stage_memory(
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
+        # Megatron-Core's distributed optimizer divides over the data and context ranks together.
         copies = layout.data * layout.context
         # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))

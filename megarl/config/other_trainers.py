@@ -118,6 +118,7 @@ def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violat
         value: what stands there.
         config: of the run, as far as it is known: its algorithm and its backend decide on some keys.
     """
+    # A critic's or a teacher's section has the keys of policy, and so the foreign ones of it.
     entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
     if entry is not None:
         trainer, text = entry

@@ -52,6 +52,7 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
         for rule in _model_rules(facts)
         if (first if rule.megatron_name.startswith("embedding.") else last)
     ]
+    # A tied output layer has no tensor of its own: on a first stage it is the embedding, elsewhere a copy.
     outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
     return outside + sum(
         layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage])
@@ -75,6 +76,7 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
     """
     if facts.mixture is None:
         return 0
+    # The experts of all sparse layers have one size, so that the first one stands for all of them.
     rules = _layer_rules(facts, facts.mixture.sparse_layers.index(True))
     return (
         facts.num_experts

@@ -47,6 +47,7 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
         ConfigError: some do not answer.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
+    # All looks begin before the first is waited for: several dead mounts cost the patience once.
     looks = {path: _Look(path) for path in set(places.values())}
     end = time.monotonic() + patience_s
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
@@ -105,6 +106,7 @@ class _Reading:
     def _run(self) -> None:
         try:
             self._value = self._read()
+        # Of any kind: without ``done`` the end of the thread would pass for a mount that is gone.
         except BaseException as error:
             self._error = error
         self.done.set()

@@ -152,6 +152,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
         layout.pipeline * layout.tensor,
         *experts,
     )
+    # Data and context ranks together reduce gradients; without context ranks that is the data group.
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
 
 
@@ -247,6 +248,7 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     )
 
 
+# Each candidate costs a validation of the whole configuration (``proposals``).
 _MOST_CANDIDATES, _SHOWN = 12, 3
 _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 

@@ -250,6 +250,7 @@ def _example(size: int) -> dict[str, Any]:
         "train_micro_batch_size": size // 8,
         "max_total_sequence_length": size,
     }
+    # Both are enabled, as a section is filled in only then; no rule looks at these examples.
     backends = {
         "precision": "bfloat16" if size == 8 else "float32",
         "megatron_cfg": megatron,

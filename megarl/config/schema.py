@@ -193,6 +193,7 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
                 faults_by_member.values(),
                 key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)),
             )
+            # By identity, as a fault is a dictionary, which no set holds.
             dropped = set[int]()
             for faults in faults_by_member.values():
                 dropped.update(map(id, faults if faults is not best else ()))

@@ -103,6 +103,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
         )
 
     if world_size is not None:
+        # All ranks are the policy's, whatever its section has about engines on ranks of their own.
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
     completed: PolicyConfig = valid(given, examine, dict)[POLICY]
     return completed

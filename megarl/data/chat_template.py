@@ -189,6 +189,7 @@ class ChatTemplate:
             try:
                 self._call(messages[:place], tools, options)
                 break
+            # OutOfTimeError is named because it is no Exception: libraries would catch it and go on.
             except (Exception, OutOfTimeError):
                 place -= 1
         return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
@@ -315,6 +316,7 @@ class ChatTemplate:
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:
+        # Longest first: a pattern takes the first alternative that fits, and one token may begin another.
         added = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
 

@@ -161,6 +161,7 @@ class ConversationEncoder:
     ) -> EncodedConversation:
         ids, mask = self.template.encode_marked(messages, tools, origin)
         spans = list(_runs_of_ones(mask))
+        # A span from the first token on leaves no prompt, without which an example is refused.
         if not spans or len(spans) > len(spoken) or spans[0][0] == 0:
             raise RecordError(
                 f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the "

@@ -19,6 +19,7 @@ _ROLES = {
 # Roles of turns whose content is the JSON of calls.
 _CALLS = frozenset({"function_call", "tool_call"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+# HH puts a blank line before each turn; the words alone may stand inside of one.
 _SPEAKER = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):")
 _PYTHON_LIST = re.compile(r"\s*\[\s*\{\s*'")
 

@@ -201,6 +201,7 @@ class ObservationEncoder:
             or "<" in content
         ):
             return None
+        # Lists and no generators: this is done once a turn, and a generator takes longer for a few items.
         kind = tuple([item for item in message.items() if item[0] != "content"])
         if not all([isinstance(value, str) for _, value in kind]):
             return None

@@ -96,6 +96,7 @@ def _cached(model_name: str, file: str) -> str | None:
     without one."""
     from transformers.utils import cached_file
 
+    # A private option of transformers: without it a file that a model does not have is an error.
     options = {"_raise_exceptions_for_missing_entries": False}
     # Without the network first: a file that is here must not wait for one.
     found = cached_file(

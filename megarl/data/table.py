@@ -287,6 +287,7 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         os.close(descriptor)
         logger.warning("%s is not used and made anew: %s", directory, error)
         return None
+    # The descriptor holds the lock of ``_use``, so that it stays open as long as anyone has the table.
     weakref.finalize(table, os.close, descriptor)
     return table
 
@@ -404,6 +405,7 @@ def _add_up(lengths: Path, starts: Path) -> None:
     total = 0
     with lengths.open("rb") as source, starts.open("wb") as target:
         target.write(np.zeros(1, np.int64).tobytes())
+        # Whole numbers of 8 bytes: a buffered read comes short at the end of the file alone.
         while block := source.read(8 * _BLOCK):
             ends = np.cumsum(np.frombuffer(block, np.int64)) + total
             target.write(ends.tobytes())

@@ -28,6 +28,7 @@ Prompt = str | Sequence[ChatMessage]
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Characters of the beginning by which a text is found to be too long."""
 
+# With what a tokenizer may drop or join: two spaces, a line, a tab.
 _ALL_KEPT = "a  b\n\tc"
 
 

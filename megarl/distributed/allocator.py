@@ -1,4 +1,4 @@
-"""Settings of torch's allocator on CUDA devices: those of the environment, and those that megarl adds."""
+"""Settings of torch's allocator on CUDA devices: those in the environment, and those that megarl adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl import env
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""That torch reads: of the older name, the second, nothing where the newer one is set."""
+"""Environment variables that torch reads; it ignores the older name, the second, if the newer one is set."""
 _EXPANDABLE = "expandable_segments"
 # torch maps pages on several threads only where it takes memory by malloc and registers it
 # (cudaHostRegister); cudaHostAlloc maps on one.
@@ -19,8 +19,8 @@ class AllocatorOptions:
     """Options of torch's allocator.
 
     Attributes:
-        variable: that they stand in.
-        parts: each as it is written, ``name:value``.
+        variable: environment variable that holds them.
+        parts: each option as written, ``name:value``.
     """
 
     variable: str
@@ -28,8 +28,8 @@ class AllocatorOptions:
 
     @staticmethod
     def of_environment() -> AllocatorOptions:
-        """Read the settings that torch finds in this process's environment; the older variable adds none
-        where it is not set."""
+        """Read the settings that torch finds in this process's environment; if the older variable is not set,
+        it adds none."""
         # The older name where neither is set: earlier versions of torch read that one alone.
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
         parts = (part.strip() for part in (env.text(variable) or "").split(","))
@@ -41,13 +41,13 @@ class AllocatorOptions:
 
     @property
     def expandable(self) -> bool | None:
-        """Return whether segments may grow; None if no setting says so."""
+        """Whether segments may grow; None if no setting says so."""
         said = [part.partition(":")[2].strip().lower() for part in self.parts if _name(part) == _EXPANDABLE]
         # torch lets the last of several settings win.
         return said[-1] == "true" if said else None
 
     def with_expandable(self, chosen: bool) -> AllocatorOptions:
-        """These options, of which one says whether segments may grow."""
+        """Return these options with the option that says whether segments may grow."""
         # Replaced and not appended: both torch and a reader of the variable then find one value.
         kept = tuple(part for part in self.parts if _name(part) != _EXPANDABLE)
         return AllocatorOptions(self.variable, (*kept, f"{_EXPANDABLE}:{chosen}"))
@@ -62,10 +62,10 @@ def _name(part: str) -> str:
 
 
 def fast_pinning() -> dict[str, str]:
-    """Environment with which torch takes page-locked memory on several threads: the first offload of a model
-    waits for it.
+    """Return an environment in which torch allocates page-locked memory on several threads: the first offload
+    of a model waits for it.
 
-    On an H200 8.6 GB/s instead of 2.5. What this environment says of torch's allocator stays.
+    On an H200 this gave 8.6 GB/s instead of 2.5. Allocator settings of this environment are kept.
     """
     given = AllocatorOptions.of_environment()
     said = {_name(part) for part in given.parts}

@@ -1,5 +1,6 @@
 """Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error
-names the key, what was expected and what came."""
+names
+the key, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ def check_batch(
 
     Args:
         data: a BatchedDataDict of the NeMo-RL policy API.
-        required: keys that have to be there besides ``input_ids`` and ``input_lengths``.
+        required: keys that must exist besides ``input_ids`` and ``input_lengths``.
         vocab_size: token ids are in [0, vocab_size).
-        max_length: longest sequence the configuration allows, tokens.
-        max_length_key: that says so.
+        max_length: longest sequence that the configuration allows, tokens.
+        max_length_key: configuration key of that length.
         may_be_empty: whether a batch without rows is legal.
 
     Raises:
@@ -92,8 +93,8 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
 
 
 def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> None:
-    """Refuse a column of further tokens to be scored that a worker could not use: no rank has a column for
-    one out of range, and its logit would count as 0.
+    """Refuse a column of additional tokens to score that a worker could not use: no rank has a logit for a
+    token out of range, which would count as 0.
 
     Args:
         data: a batch that ``check_batch`` has passed.
@@ -101,7 +102,7 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
         vocab_size: tokens are in [0, vocab_size).
 
     Raises:
-        BatchError: its type, its dimensions or a token.
+        BatchError: its type, its dimensions or a token is wrong.
     """
     tokens = data[key]
     if (
@@ -123,11 +124,11 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
 
 
 def check_sequence_dimension(data: Mapping[str, Any]) -> None:
-    """Refuse a batch of which a tensor has other rows or columns than its ``input_ids``; what a worker asks
-    of what it is given itself.
+    """Refuse a batch in which a tensor has other rows or columns than ``input_ids``. A worker checks its own
+    data with this.
 
     Args:
-        data: of a data-parallel rank; one without ``input_ids`` passes.
+        data: batch of a data-parallel rank; a batch without ``input_ids`` passes.
 
     Raises:
         BatchError: (also an AssertionError) with every such tensor.
@@ -161,7 +162,7 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
 
 
 def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
-    """Padding that counts as a target: a packed row has no such position."""
+    """Return the problems of padding that counts as a target: a packed row has no such position."""
     outside = torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device)
     wrong = outside.logical_and_(mask)
     if not bool(wrong.any()):
@@ -175,7 +176,7 @@ def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
 
 
 def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
-    """Ids out of range anywhere: also padding goes through the embedding."""
+    """Return the problems of ids out of range anywhere: padding goes through the embedding too."""
     if ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return []
     # A mask over all tokens only for a batch that is refused: every good one passes by the two reductions

@@ -1,8 +1,9 @@
-"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, micro-batching,
+"""A dictionary of columns with one row per sample: joining, sharding over data-parallel ranks,
+micro-batching,
 and its collectives.
 
-Columns are tensors, or lists with one item a row. The collectives take data of different size on each rank,
-in any process group, on the device that its backend serves.
+Columns are tensors, or lists with one item per row. The collectives accept data of different size on each
+rank, in any process group, on the device that its backend serves.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     """Return the rows of all ranks, stacked in rank order, on every rank.
 
     Args:
-        tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions
-            and the dtype may not.
+        tensor: ``[rows, ...]``. The number of rows may differ between ranks and may be 0; the other
+            dimensions and the dtype may not differ.
         group: process group, None for the default one.
 
     Returns:
@@ -88,8 +89,8 @@ def gather_jagged_object_lists(
 
 
 def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return rows on every rank. All ranks see all shapes, so that all raise the same error where one would
-    otherwise wait indefinitely."""
+    """Return the number of rows on every rank. All ranks see all shapes, so that all raise the same error,
+    where otherwise one would wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [
         _DTYPES.index(tensor.dtype) if known else -1,
@@ -128,8 +129,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Bytes carry every dtype over every backend; gloo has no bool, and not every operation has
-    bfloat16."""
+    """Return a tensor's bytes, which carry every dtype over every backend: gloo has no bool, and not every
+    operation has bfloat16."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -160,22 +161,22 @@ def count_rows(columns: Mapping[str, Any]) -> int:
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """Return the given rows, in that order; always a copy for tensors, since a view would carry its whole
-    storage along when it is pickled."""
+    """Return the given rows, in that order. Tensors are always copied, because a pickled view would carry its
+    whole storage."""
     if isinstance(value, Tensor):
         return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
     return [value[row] for row in rows]
 
 
 def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
-    """Return one column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to
-    the longest.
+    """Join several columns into one: lists are concatenated; tensors are joined along dim 0 and right-padded
+    along dim 1 to the longest.
 
     Args:
         key: for messages.
         values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim
             2 on.
-        pad_value: written on the padding.
+        pad_value: value of the padding.
 
     Raises:
         NotImplementedError: a value is neither a tensor nor a list, or the two are mixed.
@@ -253,7 +254,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Args:
             batches: at least one; the keys of the first are taken, in sorted order.
-            pad_value_dict: what to pad a key with, 0 where it is silent.
+            pad_value_dict: padding value by key, 0 for keys that are not in it.
 
         Raises:
             BatchError: no batches, a key is missing from one, or tensors differ in more than dims 0 and 1.
@@ -348,10 +349,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(rank * share, (rank + 1) * share)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Return rows ``start`` up to, not including, ``end``. Tensors are views of this batch's tensors.
+        """Return the rows from ``start`` up to, but not including, ``end``. Tensors are views of this batch's
+        tensors.
 
         Raises:
-            BatchError: the range does not lie within the rows.
+            BatchError: the range is not within the rows.
         """
         sliced = SlicedDataDict()
         for key, value in self.data.items():
@@ -382,8 +384,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return selected
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return every row ``num_repeats`` times in a row; the items of lists are deep copies of each
-        other."""
+        """Return every row ``num_repeats`` times in a row; repeated list items are deep copies."""
         repeated = type(self)()
         for key, value in self.data.items():
             if isinstance(value, Tensor):
@@ -393,14 +394,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place
+        """Truncate every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place
         (views, no copies)."""
         for key, value in self.data.items():
             if isinstance(value, Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
 
     def reorder_data(self, reordered_indices: Sequence[int] | Tensor) -> None:
-        """Undo a reordering in place: what is row r now becomes row ``reordered_indices[r]``.
+        """Undo a reordering in place: row r becomes row ``reordered_indices[r]``.
 
         Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that
         were computed on the shards and stacked in shard order.
@@ -453,12 +454,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """Distribute rows over shards. Rows are cut into chunks of ``batch_size`` first.
+        """Distribute rows over shards, after dividing them into chunks of ``batch_size``.
 
-        Each shard gets its part of every chunk, in chunk order. Without further arguments a part is a
-        contiguous slice. With dynamic batching or sequence packing, rows are placed by length, the shards
-        carry their micro-batches, and the order of the rows is returned too. No row is physically packed or
-        truncated here.
+        Each shard gets its part of every chunk, in chunk order. By default a part is a contiguous slice. With
+        dynamic batching or sequence packing, rows are assigned by length, the shards carry their
+        micro-batches, and the order of the rows is returned too. No row is physically packed or truncated
+        here.
 
         Args:
             shards: number of data-parallel shards.
@@ -468,13 +469,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             dynamic_batching_args, sequence_packing_args: at most one of them.
 
         Returns:
-            The shards; with either argument, also a list whose r-th entry is the original row that is row r
-            of the stacked shards (what ``reorder_data`` takes).
+            The shards; with either argument, also a list whose r-th entry is the original row of row r of the
+            stacked shards (the argument of ``reorder_data``).
 
         Raises:
             BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are
                 missing or out of range.
-            PackingError: (a ValueError) rows cannot be packed as asked.
+            PackingError: (a ValueError) rows cannot be packed as requested.
         """
         dealt = self.deal(
             shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args
@@ -492,8 +493,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[DealtRows]:
-        """Shard by batch size without copying a row before it is sent; the worker receives the shard of
-        ``shard_by_batch_size``."""
+        """Shard by batch size without copying a row before it is sent; the worker receives the shard that
+        ``shard_by_batch_size`` would return."""
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise BatchError(
                 "dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of "
@@ -526,7 +527,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return [DealtRows(self, packer, rows, {}) for rows in row_lists]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """Return rows of one global batch, with its micro-batches if there are any.
+        """Return the rows of one global batch, with its micro-batches if there are any.
 
         Args:
             batch_idx: number of the global batch.
@@ -565,7 +566,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
-        """Micro-batches of ``microbatch_size`` rows, in order; their tensors are views.
+        """Return an iterator over micro-batches of ``microbatch_size`` rows, in order; their tensors are
+        views.
 
         Raises:
             BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first
@@ -581,7 +583,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """Yield the planned micro-batches, tensors cut along ``sequence_dim`` to the padded length of each.
+        """Yield the planned micro-batches, with tensors truncated along ``sequence_dim`` to the padded length
+        of each.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -623,7 +626,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             yield micro_batch
 
     def _micro_batches(self) -> list[tuple[int, int, int]]:
-        """First row, row after the last, and length of every micro-batch of every global batch held here."""
+        """Return the first row, the row after the last, and the length of every micro-batch of every global
+        batch held here."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise BatchError(
                 "this batch has no micro-batch plan (micro_batch_indices is None); "
@@ -650,7 +654,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @staticmethod
     def _chunk_size(total: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
-        """Return rows of a chunk, after checking that everything divides."""
+        """Return the rows of a chunk, after checking that everything divides."""
         if shards < 1:
             raise BatchError(f"shards = {shards} must be at least 1; give the data-parallel size")
         if allow_uneven:
@@ -674,7 +678,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return chunk
 
     def _lengths_and_width(self, args: DynamicBatchingArgs | SequencePackingArgs) -> tuple[list[int], int]:
-        """Checked lengths of all rows, and S."""
+        """Return the checked lengths of all rows, and S."""
         inputs, lengths = (self._column(args[name], name) for name in ("input_key", "input_lengths_key"))
         if inputs.ndim < 2:
             raise BatchError(
@@ -717,8 +721,8 @@ class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
 
 
 class DealtRows:
-    """Rows of a batch that are dealt to a worker. To other processes it travels as the shard that it stands
-    for.
+    """Rows of a batch that are assigned to a worker. When pickled for another process, they become the shard
+    itself.
 
     Args:
         batch: all rows.
@@ -757,8 +761,8 @@ class DealtRows:
 
 
 def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[DealtRows]:
-    """Return the same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given
-    where it has no others."""
+    """Return the same rows with only the columns ``keys`` that the batch has; return the given objects if it
+    has no other columns."""
     batch = dealt[0]._batch
     kept = {key: value for key, value in batch.data.items() if key in keys}
     if len(kept) == len(batch.data):
@@ -779,7 +783,7 @@ def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
 def _arrived(
     kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]
 ) -> BatchedDataDict[Any]:
-    """Return a batch of what came from another process."""
+    """Return the batch that another process has sent."""
     batch = kind(parcels.unpack())
     vars(batch).update(attributes)
     return batch

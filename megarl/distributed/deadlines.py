@@ -1,5 +1,5 @@
-"""Deadlines of the calls of workers, by phase: bounds that follow from how long a phase has taken, and where
-a run is when one is late."""
+"""Deadlines of worker calls, by phase: time limits that follow from how long a phase has taken, and the run's
+position when a call is late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE = (
     "validate",
 )
 PHASES = (STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE)
-"""Phases that have a deadline of their own, ``deadlines.PHASE_s``."""
+"""Phases with a deadline of their own, ``deadlines.PHASE_s``."""
 
 _PHASE_OF: Mapping[str, str] = MappingProxyType(
     {
@@ -66,17 +66,17 @@ _NAMES = {STEP: "train"}
 
 @dataclass
 class RunPosition:
-    """The driver's position in a run, for messages of workers that fail or are late.
+    """The driver's position in a run, for messages about workers that fail or are late.
 
     Attributes:
-        step: number of the step that it is in; None before the first one, and without a run.
+        step: number of the current step; None before the first one, and without a run.
     """
 
     step: int | None = None
 
 
 position = RunPosition()
-"""Of this process, which drives one run at a time."""
+"""Position of this process, which drives one run at a time."""
 # Calls of a validation, whose batches have other sizes than those of training. By thread: one validates while
 # another one trains.
 _validates = ContextVar("validates", default=False)
@@ -84,7 +84,7 @@ _validates = ContextVar("validates", default=False)
 
 @contextlib.contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Inside, what fails has failed in this step."""
+    """Report failures inside the block as failures of this step."""
     before, position.step = position.step, step
     try:
         yield
@@ -94,7 +94,7 @@ def at_step(step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def validating() -> Iterator[None]:
-    """Inside, the calls of workers by this thread belong to a validation."""
+    """Count worker calls that this thread makes inside the block as calls of a validation."""
     token = _validates.set(True)
     try:
         yield
@@ -104,12 +104,12 @@ def validating() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """A call of workers that is under way.
+    """A call of workers that has not returned yet.
 
     Attributes:
-        method: of the workers; "" where nobody knows it.
-        phase: of the run; the method's name where it belongs to none.
-        step: in which it was made; None outside of the steps.
+        method: of the workers; "" if unknown.
+        phase: of the run; the method's name if it belongs to no phase.
+        step: step in which it was made; None outside of the steps.
         begun: monotonic seconds.
     """
 
@@ -120,12 +120,12 @@ class Call:
 
     @classmethod
     def of(cls, method: str) -> Call:
-        """Return one that begins now, where the run is now."""
+        """Return a call that begins now, at the run's current position."""
         phase = _PHASE_OF.get(method, method)
         return cls(method, VALIDATE if _validates.get() and phase in _VALIDATED else phase, position.step)
 
     def __str__(self) -> str:
-        """For example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step
+        """Return for example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step
         12``."""
         validates = self.phase == VALIDATE
         phase = _PHASE_OF[self.method] if validates else self.phase
@@ -139,8 +139,7 @@ class _Durations:
 
     Attributes:
         last: the last ten times.
-        first: by method, the slowest of the times that were the first one of new workers, which compile,
-            allocate and connect.
+        first: by method, the slowest first time of new workers, in which they compile, allocate and connect.
     """
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -153,8 +152,8 @@ _kept: dict[str, _Measured] | None = None
 
 @contextlib.contextmanager
 def keeping_durations() -> Iterator[None]:
-    """Inside, a group of workers that is built again knows what the phases of the group of its name took
-    before it: one launch."""
+    """Let a rebuilt group of workers inside the block know how long the phases of the earlier group with its
+    name took: both belong to one launch."""
     global _kept
     # Empty for each launch: another launch may have other models and batch sizes.
     before, _kept = _kept, {}
@@ -165,19 +164,19 @@ def keeping_durations() -> Iterator[None]:
 
 
 class PhaseDeadlines:
-    """Bounds on the time of calls: ``multiple`` times the slowest of the last ten of a phase, at least
-    ``least_s``, at most the limit of the phase.
+    """Time limits of calls: ``multiple`` times the slowest of the last ten of a phase, at least ``least_s``,
+    at most the limit of the phase.
 
-    The first call of a method of new workers counts apart, because that is when they compile and allocate,
-    which may take many times a usual pass: it may take ``multiple`` times the slowest first call before, too.
-    Where none was measured it has ``first_s``, at most the limit of the phase. A bound of ``least_s`` would
-    end healthy runs there; that workers stand still is seen after ``look_s`` all the same. Other methods than
-    those of phases have the limit of a step.
+    The first call of a method of new workers is timed separately, because workers compile and allocate then,
+    which may take many times as long as a usual pass. Its limit is ``multiple`` times the slowest first call
+    before, too; if none was measured, ``first_s``, and at most the limit of the phase. A limit of ``least_s``
+    would end healthy runs there, and workers without progress are noticed after ``look_s`` anyway. Methods
+    that belong to no phase have the limit of a step.
 
     Args:
-        limits: seconds by phase; one that is absent has the limit of a step.
+        limits: seconds by phase; an absent phase has the limit of a step.
         least_s, multiple, first_s: see above.
-        measured: of workers before these, which it takes over and goes on with; None where there were none.
+        measured: durations of earlier workers, which are taken over and updated; None if there were none.
     """
 
     def __init__(
@@ -195,11 +194,11 @@ class PhaseDeadlines:
 
     @classmethod
     def of(cls, section: DeadlinesConfig, name: str = "") -> PhaseDeadlines:
-        """Make them from the section ``deadlines`` of a configuration.
+        """Return the deadlines of the section ``deadlines`` of a configuration.
 
         Args:
             section: of the configuration.
-            name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps
+            name: of the group of workers, by which ``keeping_durations`` keeps the durations; "" keeps
                 nothing.
         """
         # The same dictionary is handed to the next group of this name, so that what the new workers measure
@@ -210,22 +209,22 @@ class PhaseDeadlines:
 
     @property
     def longest_s(self) -> float:
-        """Return the seconds that no call may exceed."""
+        """Seconds that no call may exceed."""
         return max(self._limits.values())
 
     @property
     def look_s(self) -> float:
-        """After how many seconds without an answer workers are given up that are stopped, or that all stand
-        still."""
+        """Seconds without a reply after which workers are given up if one is stopped, or if all make no
+        progress."""
         return self._least_s
 
     def new_workers(self) -> None:
-        """The workers are new ones: each of their methods is called for the first time again."""
+        """Treat the workers as new: each of their methods is called for the first time again."""
         self._seen.clear()
         self._counted.clear()
 
     def bound_s(self, call: Call) -> float:
-        """Return the seconds that a call may take from its beginning."""
+        """Return the seconds that a call may take, from its beginning."""
         return self._bound(call)[0]
 
     def key(self, call: Call) -> str:
@@ -250,7 +249,7 @@ class PhaseDeadlines:
         return min(max((self._least_s, "least_s"), (self._multiple * max(known), "multiple")), limit)
 
     def took(self, call: Call, seconds: float) -> None:
-        """Note what a call took that went well; one that is waited for in parts counts once."""
+        """Record the duration of a successful call; a call that is waited for in parts counts once."""
         durations = self._measured.setdefault(call.phase, _Durations())
         counted, is_first = self._counted.get(call.phase, (None, False))
         if counted is call:

@@ -1,5 +1,5 @@
-"""The runtime: the one place that knows whether this process computes on a CPU (gloo) or on a CUDA device
-(NCCL)."""
+"""The device runtime: the only module that knows whether this process computes on a CPU (gloo) or on a CUDA
+device (NCCL)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _DETERMINISTIC = {
 }
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Environment in which cuBLAS rounds no operand of a float32 product to TF32, whoever calls it; read when it
-starts."""
+"""Environment in which cuBLAS, which reads it when it starts, never rounds an operand of a float32 product to
+TF32, whoever calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of this process in MiB: on a CUDA device the allocator's figures, on a CPU the resident set and
-    its peak."""
+    """Memory of this process in MiB: the allocator's figures on a CUDA device, the resident set and its peak
+    on a CPU."""
 
     allocated_mb: float
     reserved_mb: float
@@ -75,19 +75,19 @@ class DeviceRuntime:
             torch.cuda.set_device(self.device)
 
     def set_arithmetic(self, *, deterministic: bool = False) -> None:
-        """State how a CUDA device adds up, whatever torch's defaults are; to be called before the process
-        group is joined.
+        """Set how a CUDA device accumulates products, whatever torch's defaults are. Call it before the
+        process group is joined.
 
-        16-bit products are added up in float32: by default cuBLAS may add the parts of a product that it has
-        split in 16 bits. Float32 products are not rounded to TF32; for those of Transformer Engine see
+        16-bit products are accumulated in float32: by default cuBLAS may add the parts of a split product in
+        16 bits. Float32 products are not rounded to TF32; for those of Transformer Engine see
         ``FULL_FLOAT32``. On a CPU this does nothing.
 
         Args:
-            deterministic: only kernels that give the same bits every time, and one order of addition in NCCL.
-                An operation that has no such kernel raises RuntimeError. Not yet seen on a GPU.
+            deterministic: use only kernels that give the same bits every time, and one order of addition in
+                NCCL. An operation without such a kernel raises RuntimeError. Not yet seen on a GPU.
 
         Raises:
-            ConfigError: a variable that decides it is set to something else.
+            ConfigError: an environment variable contradicts the setting.
         """
         if not self.is_cuda:
             return
@@ -129,17 +129,18 @@ class DeviceRuntime:
             torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Give unused allocator blocks back."""
+        """Return unused blocks of the allocator to the device."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in page-locked host memory where that helps transfers; the same tensor on a CPU."""
+        """Return ``tensor`` in page-locked host memory if that helps transfers, or the same tensor on a CPU.
+        """
         # A CPU-only torch has no page-locked memory and would raise.
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def memory(self) -> MemoryFigures:
-        """Current and peak memory."""
+        """Return the current and the peak memory."""
         if self.is_cuda:
             figures = (
                 torch.cuda.memory_allocated(self.device),
@@ -153,8 +154,8 @@ class DeviceRuntime:
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
-        """Return the memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not
-        answer, as CUDA does."""
+        """Return the bytes of a CUDA device that no process has allocated, as NVML reports them, or as CUDA
+        does if NVML does not reply."""
         try:
             # NVML counts all processes and needs no CUDA context; cudaMemGetInfo would make one, of several
             # hundred MiB.
@@ -163,8 +164,8 @@ class DeviceRuntime:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
     def memory_limit(self) -> int:
-        """Return the memory that this process may have at most, bytes: all of a CUDA device, on a CPU the
-        memory of the machine or less."""
+        """Return the bytes that this process may have at most: all of a CUDA device, or on a CPU the memory
+        of the machine or less."""
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -174,8 +175,8 @@ class DeviceRuntime:
         return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
     def has_room(self, size: int, left: float) -> bool:
-        """Return whether a CUDA device has ``size`` bytes, and beside them the share ``left`` of its memory,
-        free for this process; on a CPU never: it has no memory but the host's."""
+        """Return whether a CUDA device has ``size`` bytes free for this process, besides the share ``left``
+        of its memory. A CPU never has: its only memory is the host's."""
         if not self.is_cuda:
             return False
         # The allocator's own unused blocks count as free for this process, though for nobody else.
@@ -186,8 +187,8 @@ class DeviceRuntime:
         )
 
     def gpu_figures(self) -> dict[str, float]:
-        """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says
-        them; nothing on a CPU."""
+        """Return ``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML
+        reports them; empty on a CPU."""
         if not self.is_cuda:
             return {}
         try:
@@ -202,7 +203,7 @@ class DeviceRuntime:
         return {name: value for name, value in figures.items() if value is not None}
 
     def facts(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs
+        """Return rank, device, memory figures (MiB) and the first values of some parameters; needs
         torch.distributed."""
         name, parameter = next(iter(named_parameters))
         local_rank = env.integer("LOCAL_RANK", 0)
@@ -236,14 +237,14 @@ class DeviceRuntime:
         }
 
     def reset_peak_memory(self) -> None:
-        """Start peak figures again (on a CPU the kernel keeps the peak of the whole process; nothing to
-        reset)."""
+        """Reset the peak figures. On a CPU there is nothing to reset: the kernel keeps the peak of the whole
+        process."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def identity(self) -> str:
-        """Return what tells this device from every other one: the UUID of a GPU as NVML has it, the process
-        of a CPU worker."""
+        """Return a name that distinguishes this device from every other: NVML's UUID of a GPU, the process of
+        a CPU worker."""
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)
@@ -252,24 +253,24 @@ class DeviceRuntime:
         return f"CPU-{os.uname().nodename}-{os.getpid()}"
 
     def profiler_start(self) -> None:
-        """Open the CUDA profiler's capture range (for nsys); nothing on a CPU."""
+        """Open the CUDA profiler's capture range (for nsys); does nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.profiler.start()
 
     def profiler_stop(self) -> None:
-        """Close the CUDA profiler's capture range; nothing on a CPU."""
+        """Close the CUDA profiler's capture range; does nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.profiler.stop()
 
     def rng_state(self) -> dict[str, Tensor]:
-        """States of torch's generators, as byte tensors."""
+        """Return the states of torch's generators, as byte tensors."""
         states = {"torch": torch.get_rng_state()}
         if self.is_cuda:
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Put back what ``rng_state`` gave."""
+        """Restore the states that ``rng_state`` returned."""
         torch.set_rng_state(states["torch"])
         if self.is_cuda and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
@@ -296,8 +297,8 @@ class Stopwatch:
 
 
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it
-    copies from page-locked memory."""
+    """Return the tensor on ``device``. The host does not wait for a copy to a CUDA device, because it copies
+    from page-locked memory."""
     # non_blocking from pageable memory waits all the same, or where it does not, may read what was written
     # afterwards.
     if device.type == "cuda" and tensor.device.type == "cpu":
@@ -314,10 +315,10 @@ def seed_everything(seed: int) -> None:
 
 
 def wanted_device() -> str:
-    """``auto``, ``cpu`` or ``cuda``: what ``MEGARL_DEVICE`` says.
+    """Return the value of ``MEGARL_DEVICE``: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: it has another value.
     """
     wanted = env.text("MEGARL_DEVICE") or "auto"
     if wanted not in {"auto", "cpu", "cuda"}:
@@ -326,7 +327,7 @@ def wanted_device() -> str:
 
 
 def will_use_cuda() -> bool:
-    """Return whether ``runtime`` will choose a CUDA device, without initializing CUDA: processes that fork
+    """Return whether ``runtime`` will choose a CUDA device. CUDA is not initialized, so that processes forked
     afterwards may still use it."""
     # is_available() may initialise the driver; this asks NVML
     return wanted_device() != "cpu" and torch.cuda.device_count() > 0
@@ -337,8 +338,8 @@ def runtime() -> DeviceRuntime:
     """Return the runtime of this process.
 
     ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a
-    configuration; ``auto`` means CUDA where there is one. The CUDA device is ``LOCAL_RANK`` modulo the
-    devices this process can see.
+    configuration; ``auto`` uses CUDA if there is a device. The CUDA device is ``LOCAL_RANK`` modulo the
+    number of devices that this process can see.
     """
     wanted = wanted_device()
     available = torch.cuda.is_available()
@@ -356,8 +357,8 @@ def runtime() -> DeviceRuntime:
 
 
 def runtime_on(device: torch.device) -> DeviceRuntime:
-    """Return the runtime of a device that somebody else has chosen; a CUDA device without an index is the
-    current one of this process."""
+    """Return the runtime of a given device; a CUDA device without an index is the current one of this
+    process."""
     if device.type != "cuda":
         return DeviceRuntime(device, "gloo")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -370,8 +371,8 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that there was no memory, on a CPU or on a GPU, in this process or as
-    another one's text."""
+    """Return whether ``error`` reports a lack of memory, on a CPU or a GPU, raised in this process or quoted
+    from another."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error).lower() for sign in _NO_MEMORY
     )

@@ -1,8 +1,9 @@
-"""Temporary directories that bear the name of the process they belong to, so that the next start can remove
-those of dead runs.
+"""Temporary directories that record the process they belong to, so that the next start can remove those of
+dead
+runs.
 
-A run removes its own in the end, or its keeper does; where both were killed, as with a whole control group,
-nobody is left to.
+A run removes its own at its end, or its keeper does; if both were killed, as with a whole control group, only
+a later start can.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ OWNER_FILE = ".owner.json"
 
 
 def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
-    """Make a temporary directory that this user alone can enter, and that belongs to this process; sweep
-    those of dead ones beside it.
+    """Make a temporary directory that only this user can enter and that belongs to this process, and remove
+    those of dead processes next to it.
 
     Raises:
         OSError: it cannot be made.
@@ -39,22 +40,22 @@ def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
 
 
 def claim(directory: Path) -> None:
-    """Say that a directory belongs to this process."""
+    """Record that a directory belongs to this process."""
     # where the system does not tell processes apart so well, nothing is swept
     with contextlib.suppress(OSError):
         (directory / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
 
 
 def keep(directory: Path) -> None:
-    """Leave a directory where it is, whatever becomes of this process."""
+    """Keep a directory after the end of this process."""
     (directory / OWNER_FILE).unlink(missing_ok=True)
 
 
 def sweep(parent: Path) -> list[Path]:
     """Remove this user's directories there whose processes have certainly ended, and return them.
 
-    Those of another machine or container, whose processes cannot be seen here, stay, and so do those that
-    name no owner.
+    Directories of another machine or container, whose processes cannot be seen here, stay, and so do those
+    without an owner.
     """
     removed = []
     for directory in sorted(parent.glob(f"{PREFIX}*")):
@@ -86,11 +87,11 @@ def _is_abandoned(directory: Path) -> bool:
 
 
 def _identity(process: int) -> dict[str, Any]:
-    """Return what identifies a process: its number, the time of its start, and the namespace of numbers.
-    Start 0 for none.
+    """Return what identifies a process: its number, its start time, and the namespace of its number. The
+    start is 0 if there is no such process.
 
     Raises:
-        OSError: this system does not say.
+        OSError: this system does not tell.
     """
     started = 0
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -109,7 +110,7 @@ def _identity(process: int) -> dict[str, Any]:
 
 
 def _is_used(directory: Path) -> bool:
-    """Return whether a process names the directory on its command line, as those of Ray do that outlive a
+    """Return whether a process has the directory on its command line, as Ray's processes do, which outlive a
     killed driver for a while."""
     name = os.fsencode(directory)
     for line in Path("/proc").glob("[0-9]*/cmdline"):

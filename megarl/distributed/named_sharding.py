@@ -1,4 +1,4 @@
-"""A grid of ranks with named axes: which rank sits at which coordinates."""
+"""A grid of ranks with named axes: the coordinates of each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ShardingError(MegarlError, ValueError):
 
 
 class ShardingIndexError(MegarlError, IndexError):
-    """A coordinate lies outside its axis."""
+    """A coordinate is outside its axis."""
 
 
 class NamedSharding:
@@ -26,11 +26,11 @@ class NamedSharding:
 
     Args:
         layout: array, or nested lists, of distinct ranks. Floats with whole values are accepted.
-        names: one distinct name an axis.
+        names: one distinct name per axis.
 
     Raises:
-        ShardingError: (a ValueError) the names do not match the layout, or the layout holds something else
-            than distinct ranks.
+        ShardingError: (a ValueError) the names do not match the layout, or the layout does not hold distinct
+            ranks.
     """
 
     def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class NamedSharding:
         return self._layout.copy()
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Return coordinates of a rank.
+        """Return the coordinates of a rank.
 
         Raises:
             ShardingError: the rank is not in the layout.
@@ -87,8 +87,7 @@ class NamedSharding:
         return dict(zip(self._names, self._coordinates[worker_id], strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return all ranks at the given coordinates, sorted; axes that are not named run over all their
-        values.
+        """Return all ranks at the given coordinates, sorted; axes that are not named take all their values.
 
         A coordinate outside its axis gives an empty list.
 
@@ -102,7 +101,7 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(selected))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """Return the sub-grid at the given coordinates, over the axes that are not named; a plain rank when
+        """Return the sub-grid at the given coordinates, over the axes that are not named, or a plain rank if
         all axes are named.
 
         Raises:
@@ -120,7 +119,7 @@ class NamedSharding:
         return NamedSharding(selected, remaining) if remaining else int(selected)
 
     def get_axis_index(self, axis: str) -> int:
-        """Position of an axis.
+        """Return the position of an axis.
 
         Raises:
             ShardingError: the name is unknown.

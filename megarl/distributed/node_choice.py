@@ -1,5 +1,4 @@
-"""Choice of the node that takes each part of a virtual cluster, and slots of a local Ray. Pure: no Ray
-here."""
+"""Choice of a node for each part of a virtual cluster, and slots of a local Ray. Pure: no Ray here."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _LEAST_LOCAL_SLOTS = 64
 
 
 def local_slots() -> int:
-    """Return the number of workers that a local Ray takes, one slot each."""
+    """Return the number of workers that a local Ray accepts, one slot each."""
     return max(_LEAST_LOCAL_SLOTS, os.cpu_count() or 1)
 
 
@@ -24,13 +23,13 @@ class ResourceInsufficientError(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """One living node.
+    """A living node.
 
     Attributes:
-        name: that ``ray start --node-name`` gave; the address where it gave none.
-        node_id: Ray's own name for it.
+        name: the name given to ``ray start --node-name``, or else its address.
+        node_id: Ray's own id for it.
         total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
-        free: the part of it that nobody has taken.
+        free: the part of it that is not reserved.
     """
 
     name: str
@@ -39,7 +38,7 @@ class RayNode:
     free: Mapping[str, float] = field(default_factory=dict)
 
     def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
-        """Return the node, some bundles of which are somebody else's."""
+        """Return the node with some bundles reserved by others."""
         total, free = (
             {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()}
             for amounts in (self.total, self.free)
@@ -50,20 +49,20 @@ class RayNode:
 def choose_nodes(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]
 ) -> list[RayNode]:
-    """A node for each entry of ``counts``, each another one, in the order of ``nodes`` as far as their sizes
+    """Choose a distinct node for each entry of ``counts``, in the order of ``nodes`` as far as their sizes
     allow.
 
-    Neighbours in ``nodes`` so become neighbours in rank. Nodes with too little for an entry are left to
-    smaller ones. Where something is taken already, free nodes come first; where all is taken, the answer is
-    that of an idle cluster, and the caller waits.
+    Neighbours in ``nodes`` thus become neighbours in rank. Nodes with too little for an entry are left to
+    smaller entries. Free nodes come before partly reserved ones; if all are reserved, the result is that of
+    an idle cluster, and the caller waits.
 
     Args:
         counts: bundles of each part, all above 0.
-        bundle: what a bundle needs, for example ``{"CPU": 1, "GPU": 1}``.
+        bundle: resources of a bundle, for example ``{"CPU": 1, "GPU": 1}``.
         nodes: living nodes.
 
     Raises:
-        ResourceInsufficientError: there are too few nodes of that size; the message says what each has.
+        ResourceInsufficientError: there are too few nodes of that size; the message lists what each has.
     """
     chosen = _match(counts, bundle, nodes, free=True) or _match(counts, bundle, nodes, free=False)
     if chosen is None:
@@ -81,7 +80,7 @@ def choose_nodes(
 def _match(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool
 ) -> list[RayNode] | None:
-    """Let the largest entry choose first: whatever it takes, no smaller one could have used better."""
+    """Let the largest entry choose first: no smaller one could make better use of its node."""
     left = list(nodes)
     chosen: dict[int, RayNode] = {}
     for index in sorted(range(len(counts)), key=lambda index: -counts[index]):

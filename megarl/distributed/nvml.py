@@ -1,7 +1,8 @@
-"""NVIDIA's management library: identity, free memory, power and use of the GPUs of this process.
+"""NVIDIA's management library: identity, free memory, power and utilisation of the GPUs of this process.
 
-It counts the memory of every process on a GPU, which torch's allocator does not, and names a GPU alike in
-every process. A GPU is given by its index among those that this process can see, as torch counts them.
+It counts the memory of every process on a GPU, which torch's allocator does not, and gives a GPU the same
+name
+in every process. A GPU is given by its index among those that this process can see, as torch counts them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _KERNEL_LIST = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True)
 class GpuFigures:
-    """A GPU at this moment.
+    """Figures of a GPU at this moment.
 
     Attributes:
-        free_mb: memory that no process has, MiB.
-        power_w: power in watts; None where the GPU does not report it.
-        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None
-            where the GPU does not say.
+        free_mb: memory that no process has allocated, MiB.
+        power_w: power in watts; None if the GPU does not report it.
+        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None if
+            the GPU does not report it.
     """
 
     free_mb: float
@@ -36,10 +37,10 @@ class GpuFigures:
 
 @contextlib.contextmanager
 def nvml_context() -> Iterator[Any]:
-    """The library, ready to be asked inside the block.
+    """Yield the initialized library.
 
     Raises:
-        RuntimeError: there is no NVIDIA driver, or it does not answer.
+        RuntimeError: there is no NVIDIA driver, or it does not reply.
     """
     try:
         # Here and not above: a machine without a driver has no such library to load, and most of megarl runs
@@ -58,8 +59,8 @@ def nvml_context() -> Iterator[Any]:
 
 
 def count_devices() -> int:
-    """GPUs of this machine, also those that ``CUDA_VISIBLE_DEVICES`` hides; where NVML does not answer, those
-    that the driver lists in the file system, and 0 without a driver."""
+    """Return the number of GPUs of this machine, including those that ``CUDA_VISIBLE_DEVICES`` hides; if NVML
+    does not reply, those that the driver lists in the file system, and 0 without a driver."""
     try:
         with nvml_context() as nvml:
             return int(_asked(nvml, nvml.nvmlDeviceGetCount))
@@ -72,19 +73,19 @@ def device_id_to_physical_device_id(device_id: int) -> int:
     """Return the driver's index of a GPU.
 
     Args:
-        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the
-            driver's own.
+        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable, the
+            driver's own index.
 
     Raises:
-        RuntimeError: there is no such GPU, or the driver does not answer.
+        RuntimeError: there is no such GPU, or the driver does not reply.
     """
     with nvml_context() as nvml:
         return int(_asked(nvml, lambda: nvml.nvmlDeviceGetIndex(_handle(nvml, device_id))))
 
 
 def get_device_uuid(device_idx: int) -> str:
-    """Return what names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments
-    and errors as above."""
+    """Return the name of a GPU that is the same in every process: ``GPU-<uuid>``, or ``MIG-<uuid>`` for a
+    part of one. Arguments and errors as in ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         # Older versions of pynvml return bytes.
         found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
@@ -92,13 +93,15 @@ def get_device_uuid(device_idx: int) -> str:
 
 
 def get_free_memory_bytes(device_idx: int) -> float:
-    """Return the memory of a GPU that no process has, bytes. Arguments and errors as above."""
+    """Return the bytes of a GPU's memory that no process has allocated. Arguments and errors as in
+    ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         return float(_asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device_idx)).free))
 
 
 def gpu_figures(device_idx: int) -> GpuFigures:
-    """Free memory, power and use of a GPU at this moment. Arguments and errors as above."""
+    """Return free memory, power and utilisation of a GPU at this moment. Arguments and errors as in
+    ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         handle = _asked(nvml, lambda: _handle(nvml, device_idx))
         free = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).free)
@@ -109,7 +112,8 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 
 
 def _handle(nvml: Any, device_idx: int) -> Any:
-    """Return the GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
+    """Return NVML's handle of the GPU that ``CUDA_VISIBLE_DEVICES``, with indices or UUIDs, names at this
+    position."""
     # NVML counts all GPUs of the machine and does not read this variable.
     visible = [
         name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()

@@ -1,11 +1,10 @@
-"""Batch columns packed for their way to another process, and unpacked there,
-equal to the bit.
+"""Batch columns packed for transport to another process, and unpacked there, equal to the bit.
 
-A tensor travels as a numpy array, whose bytes pickle hands over as they are (Ray writes them into its store
-in one copy, where every reader sees the same memory). What can be made again at the other end stays behind:
+A tensor travels as a numpy array, whose bytes pickle passes on without a copy (Ray writes them into its store
+in one copy, where every reader sees the same memory). What can be rebuilt at the other end is not sent:
 padding, if a column has one value there; 31 of the 32 bits of a mask of zeros and ones; all but one of the
-values of a row that are the same. What arrives is new memory, which may be written to: numpy arrays of Ray's
-store may not.
+values of a constant row. The unpacked tensor is new, writable memory; numpy arrays in Ray's store are
+read-only.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
-"""Columns that say where the rows of the others end. Without one, the rows end where the first column with
-positions is zero to the end."""
+"""Columns with the lengths of the other columns' rows. Without such a column, rows end where the first column
+with positions is zero to the end."""
 
 # Share of the positions from which on padding stays behind; to pick out what is left costs about as much as
 # copying it.
@@ -37,21 +36,22 @@ Form = Literal["whole", "inside", "bits", "row"]
 
 
 def inside(starts: np.ndarray | int, ends: np.ndarray, width: int) -> np.ndarray:
-    """Bool [B, width]: the positions of each row from ``starts`` [B] up to, not including, ``ends`` [B]."""
+    """Return bool [B, width]: the positions of each row from ``starts`` [B] up to, but not including,
+    ``ends`` [B]."""
     places = np.arange(width)
     return (places >= np.reshape(starts, (-1, 1))) & (places < ends[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One tensor on its way.
+    """One packed tensor.
 
     Attributes:
         dtype, shape: of the tensor.
-        form: ``whole``: all values; ``inside``: those of the positions in front of each row's end; ``bits``:
-            the same, eight zeros or ones a byte; ``row``: one value a row, which stands at all its positions.
+        form: ``whole``: all values; ``inside``: those of the positions before each row's end; ``bits``: the
+            same, eight zeros or ones per byte; ``row``: one value per row, which all its positions have.
         values: integers of the tensor's width, or uint8 for ``bits``.
-        fill: what stands behind the ends of rows, an integer of the tensor's width.
+        fill: value after the ends of rows, an integer of the tensor's width.
     """
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Parcel:
     fill: int = 0
 
     def unpack(self, lengths: np.ndarray | None) -> Tensor:
-        """Return the tensor, in new memory; ``lengths`` [B] say where the rows end."""
+        """Return the tensor, in new memory; ``lengths`` [B] are the ends of the rows."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         values = self.values
@@ -82,11 +82,11 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Parcels:
-    """The columns of a batch on their way.
+    """The packed columns of a batch.
 
     Attributes:
-        columns: by name, in order; those that are no plain tensors of the CPU are as they were.
-        lengths: [B] int32, where the rows end; None where no padding stayed behind.
+        columns: by name, in order; columns that are not plain CPU tensors are unchanged.
+        lengths: [B] int32, the ends of the rows; None if all padding is sent.
     """
 
     columns: Mapping[str, Any]
@@ -101,7 +101,7 @@ class Parcels:
 
 
 class Packer:
-    """Packs rows of a batch. What each column can leave behind is found out once for all parts of the batch.
+    """Packs rows of a batch. What each column need not send is determined once for all parts of the batch.
 
     Args:
         columns: tensors [B, ...], whose dim 1 if any is the sequence, and lists of B items.
@@ -112,7 +112,7 @@ class Packer:
         self._arrays = {name: _integers(value) for name, value in columns.items() if _is_plain(value)}
 
     def pack(self, rows: Sequence[int] | None = None) -> Parcels:
-        """Return the given rows in this order; None for all."""
+        """Return the given rows, packed, in this order; None for all."""
         chosen: Any = slice(None) if rows is None else np.asarray(rows, np.int64)
         packed: dict[str, Any] = {}
         lengths, places = None, np.empty(0, np.int64)
@@ -141,8 +141,8 @@ class Packer:
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
-        """Return where the rows end, [B] int64; None if few positions are behind an end, or the lengths do
-        not fit."""
+        """The ends of the rows, [B] int64; None if few positions are after an end, or if the lengths do not
+        fit."""
         wide = next((array for array in self._arrays.values() if array.ndim > 1), None)
         if wide is None:
             return None
@@ -158,7 +158,7 @@ class Packer:
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """The form of each column, and what stands in its padding."""
+        """The form of each column, and the value of its padding."""
         wide = [array.shape[1] for array in self._arrays.values() if array.ndim > 1]
         padding = None if self._lengths is None else ~inside(0, self._lengths, wide[0])
         return {
@@ -167,7 +167,7 @@ class Packer:
 
 
 def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
-    """Return the form of a column, and what stands in its ``padding``, [B, S] bool."""
+    """Return the form of a column, and the value in its ``padding``, [B, S] bool."""
     if array.ndim < 2 or array.size == 0:
         return "whole", 0
     if _same_in_rows(array):
@@ -182,7 +182,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a column is a tensor that its values, type and shape describe wholly."""
+    """Return whether a column is a tensor that its values, type and shape describe completely."""
     # No subclass, whose type would be lost. The memory of a lazily negated tensor does not hold its values.
     return (
         type(value) is Tensor
@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _integers(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's memory as integers, which are compared bit by bit and which numpy has for each of
+    """Return a tensor's memory as integers, which can be compared bit by bit, and which numpy has for each of
     torch's types."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
@@ -212,7 +212,7 @@ def _taken(value: Any, rows: Sequence[int] | None) -> Any:
 
 
 def _ends(array: np.ndarray) -> np.ndarray:
-    """Return the place behind the last value of each row that is not zero, [B]."""
+    """Return the position after the last nonzero value of each row, [B]."""
     written = array != 0 if array.ndim == 2 else np.any(array.reshape(*array.shape[:2], -1) != 0, axis=2)
     ends = (
         written.shape[1] - np.argmax(written[:, ::-1], axis=1)
@@ -223,7 +223,7 @@ def _ends(array: np.ndarray) -> np.ndarray:
 
 
 def _same_in_rows(array: np.ndarray) -> bool:
-    """Return whether all positions of a row have one value, in every row."""
+    """Return whether every row has one value at all its positions."""
     # An expanded tensor shows it by its stride, without a look at a value.
     if array.strides[1] == 0:
         return True
@@ -233,7 +233,7 @@ def _same_in_rows(array: np.ndarray) -> bool:
 
 
 def _is_binary(array: np.ndarray, one: int) -> bool:
-    """Return whether there are zeros and ones alone."""
+    """Return whether all values are zeros or ones."""
 
     def binary(values: np.ndarray) -> bool:
         return int(np.count_nonzero(values == 0)) + int(np.count_nonzero(values == one)) == values.size
@@ -243,7 +243,7 @@ def _is_binary(array: np.ndarray, one: int) -> bool:
 
 
 def _places(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers of the positions inside the given rows, counted through the whole batch."""
+    """Return the numbers of the positions inside the given rows, counted through the whole batch."""
     # Without a loop over the rows: each row's start less what was counted before it, plus the running number.
     places = np.repeat(rows * width - (np.cumsum(lengths) - lengths), lengths)
     places += np.arange(len(places))

@@ -1,10 +1,10 @@
-"""Calls of Ray, each of which has a bound in time: what starts, asks and ends things in a cluster goes
-through these functions.
+"""Calls of Ray with a time limit: every start, query and end in a cluster goes through these functions.
 
-Ray's own calls have no bound where one of its processes is stopped or does not get to answer: ``ray.put``
-waits for the raylet and ``ray.nodes`` for the control process, in C++, where no signal is seen. So a thread
-beside looks at the calls that are under way, and whoever has asked for it (``bounded``) is told of one that
-has not come back. Outside of ``bounded`` nothing is looked at.
+Ray's own calls wait without limit if one of its processes is stopped or does not get to reply: ``ray.put``
+waits for the raylet and ``ray.nodes`` for the control process, in C++, where no signal is handled. So a
+thread
+watches the calls in progress, and the caller of ``bounded`` is notified of a call that has not returned.
+Outside of ``bounded`` no call is watched.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LOOK_SECONDS = 1.0
 
 
 class _Watch:
-    """The thread that looks, and by thread the call that is under way: when it is late, monotonic seconds;
-    its bound; what it is."""
+    """The watching thread, and each thread's call in progress: when it is late (monotonic seconds), its time
+    limit, and its name."""
 
     def __init__(self, least_s: float, on_late: Callable[[str], None]) -> None:
         self.least_s, self._on_late = least_s, on_late
@@ -55,11 +55,11 @@ _watch: _Watch | None = None
 
 @contextlib.contextmanager
 def bounded(least_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
-    """Inside, calls of Ray by this process have a bound.
+    """Limit the time of this process's calls of Ray inside the block.
 
     Args:
-        least_s: seconds that a call has beside what it may take by its own nature.
-        on_late: called once, in another thread, with a call that has not come back.
+        least_s: seconds that a call gets in addition to what it may take by its own arguments.
+        on_late: called once, in another thread, with the name of a call that has not returned.
     """
     global _watch
     before, _watch = _watch, _Watch(least_s, on_late)
@@ -72,12 +72,12 @@ def bounded(least_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
-    """The block calls Ray; a block inside it has its bound.
+    """Mark the block as a call of Ray; a block inside it has the outer block's limit.
 
     Args:
         what: for the message.
-        may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None gives it
-            no bound.
+        may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None for no
+            limit.
     """
     watch = _watch
     if watch is None or may_take_s is None:
@@ -96,49 +96,49 @@ def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
 
 
 def put(value: Any) -> ray.ObjectRef[Any]:
-    """``ray.put``."""
+    """Call ``ray.put``."""
     with calling("ray.put"):
         return ray.put(value)
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:
-    """``ray.get`` of what is there, or comes within ``timeout`` seconds."""
+    """Call ``ray.get`` for a result that exists, or arrives within ``timeout`` seconds."""
     with calling("ray.get", timeout or 0.0):
         return ray.get(reference, timeout=timeout)
 
 
 def wait(references: Sequence[Any], num_returns: int, timeout: float | None) -> tuple[list[Any], list[Any]]:
-    """``ray.wait``; without a timeout it has no bound."""
+    """Call ``ray.wait``; without a timeout it has no limit."""
     with calling("ray.wait", timeout):
         return ray.wait(list(references), num_returns=num_returns, timeout=timeout)
 
 
 def submit(remote: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start a task, an actor or a method of one: ``remote.remote(*args, **kwargs)``, which stores large
-    arguments first."""
+    """Start a task, an actor or an actor's method: ``remote.remote(*args, **kwargs)``, which first stores
+    large arguments."""
     with calling("the start of a task or an actor"):
         return remote.remote(*args, **kwargs)
 
 
 def kill(actor: Any, no_restart: bool = True) -> None:
-    """``ray.kill``."""
+    """Call ``ray.kill``."""
     with calling("ray.kill"):
         ray.kill(actor, no_restart=no_restart)
 
 
 def nodes() -> list[dict[str, Any]]:
-    """``ray.nodes``: one entry for each node that is there or was."""
+    """Call ``ray.nodes``: one entry for each node that exists or has existed."""
     with calling("ray.nodes"):
         return ray.nodes()
 
 
 def cluster_resources() -> dict[str, float]:
-    """``ray.cluster_resources``: what all living nodes have, by kind."""
+    """Call ``ray.cluster_resources``: the resources of all living nodes, by kind."""
     with calling("ray.cluster_resources"):
         return ray.cluster_resources()
 
 
 def available_resources() -> dict[str, float]:
-    """``ray.available_resources``: what of it nobody holds."""
+    """Call ``ray.available_resources``: the part of them that is not reserved."""
     with calling("ray.available_resources"):
         return ray.available_resources()

@@ -1,11 +1,13 @@
-"""Ends what a local Ray leaves behind, also when its driver was killed: a small process beside the driver,
-this file run as a program.
+"""Cleanup after a local Ray, even if its driver was killed: a small process next to the driver, which runs
+this
+file as a program.
 
-Ray's processes, which a driver starts, have sessions of their own: a signal to the driver's group or a
-terminal that closes does not reach them. The keeper gets the ids of those sessions. When the driver is gone,
-or closes the pipe, it waits a moment for them to leave in order, kills who is left, and removes Ray's
-directory. Ray's own agents would look only after a minute whether their node still lives. It needs the
-standard library alone, and Linux."""
+Ray's processes, which a driver starts, have sessions of their own, so a signal to the driver's group or a
+closing terminal does not reach them. The keeper gets the ids of those sessions. When the driver is gone, or
+closes the pipe, it gives them a moment to exit by themselves, kills the rest, and removes Ray's directory.
+Ray's own agents would check only after a minute whether their node still lives. The keeper needs only the
+standard library, and Linux.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 GRACE_SECONDS = 3.0
-"""Between the end of the driver and the kill of what is left."""
+"""Seconds between the end of the driver and the kill of the remaining processes."""
 
 _LOOK_SECONDS = 0.02
 _KILL_SECONDS = 10.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SESSION, DIRECTORY, DONE = "session", "directory", "done"
-"""First words of the lines that the driver writes; a number, a path or nothing follows."""
+"""First words of the driver's lines; a number, a path or nothing follows."""
 
 
 @dataclass
@@ -35,8 +37,8 @@ class Kept:
 
     Attributes:
         sessions: numbers of Ray's sessions.
-        directory: that is removed in the end; empty for none.
-        is_done: Ray was shut down in order.
+        directory: directory to remove at the end; empty for none.
+        is_done: Ray was shut down normally.
     """
 
     sessions: set[int] = field(default_factory=set)
@@ -44,7 +46,7 @@ class Kept:
     is_done: bool = False
 
     def take(self, line: str) -> None:
-        """One line of the driver's."""
+        """Apply one line of the driver."""
         word, _, rest = line.partition(" ")
         if word == SESSION:
             self.sessions.add(int(rest))
@@ -55,8 +57,7 @@ class Kept:
 
 
 def members(sessions: Collection[int]) -> Iterator[int]:
-    """Yield the process ids of all that run in some sessions; those that have ended and were not waited for
-    do not count."""
+    """Yield the ids of all running processes of some sessions; zombies do not count."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             # others come and go meanwhile
@@ -69,7 +70,7 @@ def members(sessions: Collection[int]) -> Iterator[int]:
 
 
 def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
-    """Wait until nothing runs in the sessions, kill what does after ``grace_s`` seconds, and remove the
+    """Wait until nothing runs in the sessions, kill what still does after ``grace_s`` seconds, and remove the
     directory."""
     begun = time.monotonic()
     # Looked for again each time: a killed process of Ray may just have started another.

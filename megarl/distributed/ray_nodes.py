@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what each has, and whether all have come.
+"""The nodes of a Ray cluster: their resources, and whether all have joined.
 
 As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect
 n1,n2 --timeout 600``.
@@ -27,7 +27,7 @@ _POLL_S = 1.0
 
 
 def alive_nodes() -> list[RayNode]:
-    """Return the nodes that are up, sorted by name with numbers in their order, which is how Slurm lists
+    """Return the living nodes, sorted by name with numbers in numerical order, which is how Slurm lists
     neighbours."""
     with ray_calls.calling("ray.available_resources_per_node"):
         # A private function: Ray's public one sums over the cluster, and a part has to fit on one node.
@@ -42,8 +42,7 @@ def alive_nodes() -> list[RayNode]:
 
 
 def lost_node_name(node_id: str) -> str | None:
-    """Return the name of a node that was there and is gone; None for one that lives, and where Ray cannot
-    say."""
+    """Return the name of a node that has left the cluster; None if it lives, or if Ray cannot tell."""
     try:
         return next(
             (
@@ -63,10 +62,10 @@ def wait_for_nodes(
     alive: Callable[[], Sequence[RayNode]] = alive_nodes,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once every expected name is among the living nodes.
+    """Wait until every expected name is among the living nodes.
 
     Raises:
-        MissingNodesError: some have not come after ``timeout_s`` seconds; it names them.
+        MissingNodesError: some have not joined after ``timeout_s`` seconds; it names them.
     """
     start = time.monotonic()
     seen = -1
@@ -89,12 +88,13 @@ def wait_for_nodes(
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """n2 before n10."""
+    """Return a sort key that puts n2 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Wait for the nodes named; 0 when all are there, 3 when some are missing, 1 when there is no Ray."""
+    """Wait for the nodes named on the command line; return 0 when all have joined, 3 when some are missing, 1
+    without Ray."""
     parser = argparse.ArgumentParser(
         description="Wait until all nodes have joined the Ray cluster at RAY_ADDRESS."
     )

@@ -1,5 +1,5 @@
 """The processes and the directory of a local Ray: sessions of their own, a directory that no other user can
-enter, and a keeper that ends and removes them with the driver."""
+enter, and a keeper that ends and removes them after the driver."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
 
 
 class LocalRay:
-    """Processes and directories of one local Ray of this process.
+    """Processes and directories of this process's local Ray.
 
     Attributes:
-        private: directory that this user alone can enter; it goes with Ray unless ``MEGARL_KEEP_RAY_FILES``
-            is set.
-        directory: Ray's own in it.
+        private: directory that only this user can enter; removed with Ray unless ``MEGARL_KEEP_RAY_FILES`` is
+            set.
+        directory: Ray's own directory inside it.
     """
 
     def __init__(self, log_dir: str | None) -> None:
@@ -47,12 +47,12 @@ class LocalRay:
 
     @contextlib.contextmanager
     def own_sessions(self, on_start: Callable[[subprocess.Popen[Any]], None]) -> Iterator[None]:
-        """Processes that Ray starts within get sessions of their own, are known to the keeper, and
-        ``on_start`` is called with them.
+        """Give each process that Ray starts inside the block a session of its own, report it to the keeper,
+        and pass it to ``on_start``.
 
-        A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes
-        would end at once, and a run that wants to save first has no workers then. Ray cannot be told; what it
-        starts processes by is replaced meanwhile.
+        A terminal sends its signals to a whole process group, and so do many launchers. Ray's processes would
+        end at once, and a run that wants to save first would have no workers. Ray has no option for this, so
+        the function with which it starts processes is replaced meanwhile.
         """
         services: Any = importlib.import_module("ray._private.services")
         start = getattr(services, "ConsolePopen", None)
@@ -79,13 +79,13 @@ class LocalRay:
             services.ConsolePopen = start
 
     def keep_files(self) -> None:
-        """Leave the directory where it is, for somebody who has to find out what went wrong."""
+        """Keep the directory, for a person who has to find out what went wrong."""
         keep(self.private)
         self._tell(ray_keeper.DIRECTORY)
 
     def end(self) -> None:
-        """End what is left of Ray, which was shut down before, and remove its directory. The keeper does it;
-        it is waited for."""
+        """End the remaining processes of Ray, which was shut down before, and remove its directory. The
+        keeper does so, and this call waits for it."""
         if self._keeper is None:
             return
         self._tell(ray_keeper.DONE)
@@ -109,8 +109,8 @@ class LocalRay:
 
 
 def _private_directory(log_dir: str | None) -> Path:
-    """Return a new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is
-    too long for Unix sockets, in ``/tmp``."""
+    """Return a new directory with mode 0700, in ``log_dir`` or the directory of temporary files, or in
+    ``/tmp`` if that path is too long for Unix sockets."""
     wanted = (
         [log_dir]
         if log_dir is not None
@@ -134,7 +134,7 @@ def _private_directory(log_dir: str | None) -> Path:
 
 
 def _start_keeper() -> subprocess.Popen[bytes] | None:
-    """Return the keeper's process; None where there is no Linux."""
+    """Return the keeper's process, or None if this is not Linux."""
     if sys.platform != "linux":
         return None
     # -I -S: nothing of the user's is read, and it starts in milliseconds

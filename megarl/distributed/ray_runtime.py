@@ -1,10 +1,10 @@
-"""Start a private local Ray or attach to a running one, and say what of the driver's environment its workers
-get.
+"""Start of a private local Ray, or connection to a running one, and the part of the driver's environment that
+its workers get.
 
 A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every
 connection needs a random token. The interface can be chosen only through a constant of Ray that otherwise
-depends on the operating system, see ``_loopback_only``. Its processes are out of reach of signals to the
-driver's group, and its directory of other users (``ray_processes``).
+depends on the operating system, see ``_loopback_only``. Signals to the driver's group do not reach its
+processes, and other users cannot enter its directory (``ray_processes``).
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from megarl.time_limit import OutOfTimeError, time_limit
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 120.0
-"""How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go
-wrong after 30 to 60 s."""
+"""Maximum seconds for each of the two attempts of ``ray.init``; Ray itself gives up on most failures after 30
+to 60 s."""
 # An alarm that is set to 0 s never rings.
 _SHORTEST_TRY_S = 0.05
 SHUTDOWN_SECONDS = 10.0
-"""How long ``ray.shutdown`` may take before the processes that it waits for are killed."""
+"""Maximum seconds for ``ray.shutdown`` before the processes that it waits for are killed."""
 # How long it may take from then on: it has come back after 5 s where its processes were gone.
 _STUCK_SECONDS = 15.0
 # How long a try may go beyond its limit before this process ends: single waits of Ray's in C++, of up to 30
 # s, hear no alarm.
 _OVERTIME_SECONDS = 40.0
 TOLD_AFTER_SECONDS = 20.0
-"""Seconds after which a start that is not done is logged, and from then on repeatedly."""
+"""Seconds after which a start in progress is logged, and between later messages."""
 
 _FORWARDED_PREFIXES = (
     "CUBLAS_",
@@ -99,24 +99,24 @@ def init_ray(
     timeout_s: float = math.inf,
     silent_s: float = SILENT_SECONDS,
 ) -> None:
-    """Make Ray ready in this process; does nothing when it is ready already.
+    """Make Ray ready in this process; does nothing if it is ready already.
 
-    Attaches to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this
+    Connects to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this
     process.
 
     Args:
-        log_dir: where a local Ray gets a private directory for its own files and logs, which goes with it; a
-            path that is too long for Unix sockets is not used, with a warning.
-        num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the
-            number of cores, whichever is more.
+        log_dir: where a local Ray gets a private directory for its own files and logs, which is removed with
+            it; a path that is too long for Unix sockets is not used, with a warning.
+        num_cpus: worker slots of a local Ray, which may exceed its cores; None gives 64 or the number of
+            cores, whichever is more.
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
-        timeout_s: for all tries together, of which each has at most ``INIT_SECONDS``.
-        silent_s: after so many seconds, a control process that is stopped meanwhile ends this process, as one
-            that is killed does at once (``StartWatch``): Ray has no error for either.
+        timeout_s: for all attempts together, of which each has at most ``INIT_SECONDS``.
+        silent_s: seconds after which a stopped control process ends this process; a killed one does at once
+            (``StartWatch``). Ray has no error for either.
 
     Raises:
-        ClusterError: nothing answers at ``RAY_ADDRESS``, or the local Ray does not start.
+        ClusterError: nothing replies at ``RAY_ADDRESS``, or the local Ray does not start.
         DeadlineError: the start hangs, so that another one may well succeed.
     """
     if ray.is_initialized():
@@ -142,17 +142,17 @@ class _Local:
 
 
 def shutdown_ray() -> None:
-    """End Ray in this process; of a local one nothing is left."""
+    """End Ray in this process; nothing is left of a local one."""
     _shut_down(_end_local)
     _end_local()
 
 
 def _shut_down(end_processes: Callable[[], None]) -> None:
-    """``ray.shutdown``, which waits indefinitely where one of Ray's processes is stopped.
+    """Call ``ray.shutdown``, which waits indefinitely if one of Ray's processes is stopped.
 
     Args:
-        end_processes: kills those processes; called in another thread where it has not come back in time.
-            Where that does not help either, because the Ray is somebody else's, this process ends with exit
+        end_processes: kills those processes; called in another thread if the call has not returned in time.
+            If that does not help either, because the Ray belongs to someone else, this process ends with exit
             code 4.
     """
     done = threading.Event()
@@ -185,15 +185,16 @@ def _end_local() -> None:
 
 @atexit.register
 def _shutdown_at_exit() -> None:
-    """Before Ray does the same: its directory has to be left by all when it is removed."""
+    """Shut down before Ray's own exit handler does: all processes must have left the directory when it is
+    removed."""
     if _Local.present is not None:
         shutdown_ray()
 
 
 @contextlib.contextmanager
 def _termination_handler_kept() -> Iterator[None]:
-    """``ray.init`` puts its own handler of SIGTERM, which ends the process at once, over that of a driver
-    which wants to save first."""
+    """Keep the driver's handler of SIGTERM, which may want to save first: ``ray.init`` replaces it by one
+    that ends the process at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -207,7 +208,7 @@ def _termination_handler_kept() -> Iterator[None]:
 def _init_with_one_retry(
     options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late
+    """Call ``ray.init``, and once more if it failed: on a busy machine one of Ray's processes may be too late
     for the others."""
     try:
         _init_in_time(options, end, watched)
@@ -221,13 +222,13 @@ def _init_with_one_retry(
 def _init_in_time(
     options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no
-    process of Ray is left.
+    """Call ``ray.init`` under a deadline, at most until ``end`` in monotonic seconds. A failed attempt leaves
+    no process of Ray.
 
     Args:
         options: of ``ray.init``.
         end: see above.
-        watched: makes what sees that the control process is lost meanwhile.
+        watched: returns the watch that notices a lost control process meanwhile.
     """
     seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
     # An earlier Ray of this process, or programs of the user's, are children too and must survive a failed
@@ -254,7 +255,7 @@ def _init_in_time(
 
 @contextlib.contextmanager
 def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
-    """Log from time to time that a start is still waited for, and where Ray's logs are."""
+    """Log from time to time that a start is still in progress, and where Ray's logs are."""
     done, begun = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -278,10 +279,10 @@ def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
 
 
 def _end_processes_of_ray(others: Collection[int]) -> None:
-    """End what a failed start has left: Ray itself knows only those processes that it was done with.
+    """End the processes of a failed start, of which Ray itself knows only some.
 
     Args:
-        others: children of this process that are older, which stay.
+        others: older children of this process, which stay.
     """
     # By their command lines: Ray's processes start new sessions, so that no process group names them.
     left = [
@@ -305,7 +306,7 @@ def _is_of_ray(process: psutil.Process) -> bool:
 
 
 def _failure(error: Exception) -> type[MegarlError]:
-    """Return the error of a failed start: a hang, which Ray reports by a plain Exception, or another
+    """Return the error class of a failed start: a hang, which Ray reports by a plain Exception, or another
     fault."""
     return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
 
@@ -387,11 +388,11 @@ def _watched_start(local: LocalRay, silent_s: float) -> Iterator[None]:
 
 
 def _ask_for_a_token() -> None:
-    """Have a Ray that this process starts refuse whoever has not its token: else every user of the machine
-    could run code in it.
+    """Make a Ray that this process starts refuse clients without its token: otherwise every user of the
+    machine could run code in it.
 
-    Ray's own default differs between its versions: of those from 2.52 on, which can ask for a token, the
-    earlier ones do not.
+    Ray's own default differs between versions: 2.52 is the first that can ask for a token, and early ones do
+    not ask by default.
     """
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
         env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -404,10 +405,10 @@ def _ask_for_a_token() -> None:
 
 
 def _redact_what_workers_print() -> None:
-    """Let Ray show what workers, engines and its own processes have printed without the secrets that this
-    process knows.
+    """Make Ray hide the secrets that this process knows in the output of workers, engines and its own
+    processes.
 
-    The function is looked up when a Ray is joined, and where an error is shown (as of 2.60).
+    Ray looks the function up when it is joined, and when it shows an error (as of 2.60).
     """
     worker: Any = importlib.import_module("ray._private.worker")
     real = getattr(worker, "print_to_stdstream", None)
@@ -424,7 +425,7 @@ def _redact_what_workers_print() -> None:
 
 @contextlib.contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Make a Ray that starts inside take 127.0.0.1 as its node address.
+    """Make a Ray that starts inside the block use 127.0.0.1 as its node address.
 
     On Linux Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces,
     unless it believes that it cannot form clusters. It reads that from the environment when it is imported,
@@ -443,7 +444,7 @@ def _loopback_only() -> Iterator[None]:
 
 
 def is_single_host() -> bool:
-    """True when the cluster lives on the loopback interface: nothing can join it, so that waiting for more
+    """Return whether the cluster is on the loopback interface: no node can join it, so waiting for more
     resources is useless."""
     host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     with contextlib.suppress(ValueError):
@@ -455,8 +456,8 @@ def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, 
     """Return the part of ``source`` (default: this process's environment) that workers get, plus a
     ``PYTHONPATH`` with the driver's import path.
 
-    Ray shows these values to everyone who may look at the cluster, so only variables that steer computation
-    are taken, and nothing whose name looks like a secret. On one host workers inherit everything else anyway.
+    Ray shows these values to everyone who may look at the cluster, so only variables that control computation
+    are included, and none whose name looks like a secret. On one host workers inherit everything else anyway.
     """
     variables = env.snapshot() if source is None else source
     chosen = {name: value for name, value in variables.items() if _may_be_forwarded(name)}
@@ -469,8 +470,8 @@ def _may_be_forwarded(name: str) -> bool:
 
 
 def _driver_import_path(python_path: str) -> list[str]:
-    """Return directories from which the driver imports project code: a checkout need not be installed for its
-    workers to find it."""
+    """Return the directories from which the driver imports project code: workers thus find a checkout that is
+    not installed."""
     # First, so that workers import the megarl that the driver runs, also where another one is installed.
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}

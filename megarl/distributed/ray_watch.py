@@ -1,10 +1,11 @@
-"""Notices that Ray's control process (GCS), or the raylet of the driver's own node, is gone, stopped or
-silent.
+"""Detection that Ray's control process (GCS), or the raylet of the driver's node, is gone, stopped or silent.
 
-Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone it ends the
-driver at the next word to it, with exit code 1 and nothing in its launches. Where one of them is stopped, or
-its node swaps, calls of Ray wait indefinitely. In each case nothing can be started, asked or ended in the
-cluster, so that there is no error to raise: whoever watches is told in a thread of its own, and leaves.
+Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone, it ends
+the
+driver at the next message to the raylet, with exit code 1 and no entry in the run's launches. If one of them
+is
+stopped, or its node swaps, calls of Ray wait indefinitely. In each case nothing can be started, queried or
+ended in the cluster, so no error can be raised: a thread reports it and ends the process.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from megarl.observe.launches import end_open_launches
 logger = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 10.0
-"""After which a port that nobody listens on any more counts as a lost process; one that is started again has
-come back by then."""
+"""Seconds after which a port without a listener counts as a lost process; a restarted process is back by
+then."""
 
 SILENT_SECONDS = 40.0
-"""Longest silence of a process whose port is open, which may be due to the network; of the GCS, Ray itself
-gives up after 60 s."""
+"""Maximum silence in seconds of a process whose port is open, which may be due to the network; Ray itself
+gives up the GCS after 60 s."""
 
 # Of ``deadlines.least_s``, after which a silent process counts as lost: the rest is for the last look and
 # for leaving.
@@ -46,17 +47,18 @@ _SHARE_OF_LEAST = 0.7
 
 CONTROL, RAYLET = "Ray's control process (GCS)", "Ray's process of this node (raylet)"
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What an HTTP/2 client says first: the preface and an empty frame of settings (RFC 9113, section 3.4). A
-gRPC server answers with its own settings before it asks who is there, so that neither a token nor a message
-of Ray's is needed. The kernel alone would accept a connection for a process that is stopped."""
+"""First bytes of an HTTP/2 client: the preface and an empty frame of settings (RFC 9113, section 3.4). A gRPC
+server replies with its own settings before it asks for credentials, so neither a token nor a message of Ray
+is needed. A plain connection proves nothing: the kernel accepts it even for a stopped process."""
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED)
 
 
 def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
-    """End this process at once, with an exit code that says "start me again", and its launches with a reason:
-    to end in order it would have to ask Ray. The workers, and a local Ray, end with their driver."""
+    """End this process at once, with an exit code that asks for a restart, and record a reason in its
+    launches: a normal end would need replies from Ray. The workers, and a local Ray, end with their driver.
+    """
     end_open_launches(f"{kind.__name__}: {message}")
     # Not by sys.stderr: os._exit flushes no buffers.
     with contextlib.suppress(OSError):
@@ -66,23 +68,23 @@ def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
 
 
 def leave_late(message: str) -> None:
-    """``leave`` for a call of Ray that has not come back in time."""
+    """Call ``leave`` for a call of Ray that has not returned in time."""
     leave(message, DeadlineError)
 
 
 def silent_seconds(least_s: float) -> float:
-    """Return after how many seconds of silence a process is given up, so that the run has ended after
+    """Return the seconds of silence after which a process is given up, so that the run has ended after
     ``least_s`` seconds."""
     return min(SILENT_SECONDS, _SHARE_OF_LEAST * least_s)
 
 
 class PortWatch:
-    """Greets a process of Ray every other second, and sees whether it answers.
+    """Greets a process of Ray every other second, and checks that it replies.
 
     Args:
         name: of the process, for messages.
         address: ``host:port`` of its gRPC server.
-        silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at
+        silent_s: seconds without a reply after which it counts as lost; a process with a closed port gets at
             most ``REFUSED_SECONDS``.
         on_lost: called once, in another thread, with a message; None ends this process (``leave``).
     """
@@ -100,7 +102,7 @@ class PortWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer: Ray will be ended."""
+        """Stop watching, because Ray is about to be ended."""
         self._closed.set()
         self._thread.join()
 
@@ -130,8 +132,8 @@ class PortWatch:
 
 
 def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
-    """Greet the gRPC server at ``host:port``; 0 where it answers, or this process cannot look, otherwise the
-    error's number."""
+    """Greet the gRPC server at ``host:port``; return 0 if it replies, or if this process cannot tell,
+    otherwise the error's number."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connected:
@@ -148,14 +150,14 @@ def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
 
 
 class ProcessWatch:
-    """Waits for the end of a process of Ray on this host, and sees that it is stopped.
+    """Waits for the end of a process of Ray on this host, and notices that it is stopped.
 
     Args:
         name: of the process, for messages.
         process_id: of it.
-        silent_s: seconds after which it counts as lost when it is stopped; None never looks.
-        on_lost: as of ``PortWatch``.
-        is_lost: asked when it has ended, whether that is a loss; None for always.
+        silent_s: seconds after which it counts as lost when it is stopped; None never checks.
+        on_lost: as in ``PortWatch``.
+        is_lost: called when it has ended, and returns whether that is a loss; None for always.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class ProcessWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer: Ray will be ended."""
+        """Stop watching, because Ray is about to be ended."""
         os.write(self._close, b".")
         self._thread.join()
         for descriptor in (self._process, self._closed, self._close):
@@ -229,12 +231,12 @@ def _lost(what: str) -> str:
 
 
 class StartWatch:
-    """Watches the control process of a local Ray while the driver joins it: Ray would wait a minute for one
-    that was killed, and then end the driver with exit code 1 and no word. One that ends by itself is left to
-    Ray, which says why.
+    """Watches the control process of a local Ray while the driver joins it: if it is killed, Ray would wait a
+    minute, and then end the driver with exit code 1 and no message. A control process that ends by itself is
+    left to Ray, which reports why.
 
     Args:
-        silent_s, on_lost: as of ``ProcessWatch``.
+        silent_s, on_lost: as in ``ProcessWatch``.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class StartWatch:
         return self
 
     def see(self, process: Popen[Any]) -> None:
-        """A process that Ray has started."""
+        """Watch a process that Ray has started, if it is the control process."""
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
@@ -266,12 +268,12 @@ class StartWatch:
 
 @contextlib.contextmanager
 def watched_join(address: str, silent_s: float) -> Iterator[None]:
-    """Watch the control process of somebody else's Ray while this process joins it; one that does not answer
-    at first is left to Ray, which says so.
+    """Watch the control process of a Ray started by someone else while this process joins it; one that does
+    not reply at first is left to Ray, which reports it.
 
     Args:
-        address: ``host:port``; anything else that Ray takes is not watched.
-        silent_s: as of ``PortWatch``.
+        address: ``host:port``; other forms that Ray accepts are not watched.
+        silent_s: as in ``PortWatch``.
     """
     is_seen = address.rpartition(":")[2].isdecimal() and "/" not in address and not greet(address)
     watch = PortWatch(f"while Ray was joined: {CONTROL}", address, silent_s) if is_seen else None
@@ -283,11 +285,11 @@ def watched_join(address: str, silent_s: float) -> Iterator[None]:
 
 
 def watch_ray(least_s: float) -> contextlib.ExitStack:
-    """Watch the Ray that this process has joined, and bound its calls of it, until the stack that is returned
-    is closed.
+    """Watch the Ray that this process has joined, and limit the time of its calls of Ray, until the returned
+    stack is closed.
 
     Args:
-        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or the
+        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or its
             own raylet is lost.
     """
     stack = contextlib.ExitStack()
@@ -311,8 +313,7 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
 
 
 def own_raylet() -> int | None:
-    """Return the process id of the raylet that this process speaks to; None where Ray or the system do not
-    say it."""
+    """Return the process id of this process's raylet; None if Ray or the system do not tell."""
     node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     path = getattr(node, "raylet_socket_name", None)
     if not path or not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):

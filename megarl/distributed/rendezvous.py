@@ -1,9 +1,9 @@
-"""Rendezvous of the ranks of one worker group, without ever giving up a port that was promised.
+"""Rendezvous of the ranks of one worker group, which never releases a published port.
 
 Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port
 published. The socket itself becomes the server socket of ``torch.distributed.TCPStore``, so no other process
-can take the port in between. Under ``torchrun`` nothing was bound here and the ordinary ``env://`` rendezvous
-is used.
+can take the port in between. Under ``torchrun`` no socket is bound here, and the ordinary ``env://``
+rendezvous is used.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _BACKLOG = 4096
 class Endpoint:
     """Address at which the ranks of a group connect.
 
-    ``run_id`` is a random word that its ranks alone know: by it they prove that they belong to the group, and
-    it is never sent.
+    ``run_id`` is a random word that only its ranks know. They use it to prove that they belong to the group,
+    and never send it.
     """
 
     address: str
@@ -46,8 +46,8 @@ class Endpoint:
 
 
 class _Rendezvous:
-    """State of this process's rendezvous. ``generation`` counts process groups, so that the keys of one are
-    never read by the next."""
+    """State of this process's rendezvous. ``generation`` counts process groups, so that a group never reads
+    the keys of an earlier one."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -60,7 +60,7 @@ _rendezvous = _Rendezvous()
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
-    """Listen on this address alone.
+    """Listen on this address only.
 
     Args:
         address: of this host.
@@ -101,29 +101,29 @@ def open_listener(address: str) -> int:
 
 
 def set_endpoint(endpoint: Endpoint) -> None:
-    """Tell this process where its group meets. Called on every rank, before its worker is constructed."""
+    """Set where this process's group connects. Called on every rank, before its worker is constructed."""
     _rendezvous.endpoint = endpoint
 
 
 def init_process_group(
     backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None
 ) -> None:
-    """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every
-    worker calls this.
+    """Call ``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun).
+    Every worker calls this.
 
     Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after
     ``destroy_process_group``, by all ranks.
 
     Args:
         backend: for example ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
-        timeout: bound of the meeting and of every collective.
-        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here, and not in
+        timeout: time limit of the rendezvous and of every collective.
+        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here instead of in
             the first step, and a barrier need not guess the device.
 
     Raises:
-        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing
-            listening there.
-        DeadlineError: the others did not come in time.
+        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or no listener
+            there.
+        DeadlineError: the others did not connect in time.
     """
     # Here and not above: a worker's shell imports this file, and sets thread counts before torch is loaded.
     import torch.distributed as dist
@@ -186,15 +186,15 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
 
 
 def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: int) -> None:
-    """Compare what this rank was told with what rank 0, whose store it is, was told, at once instead of after
-    the collective timeout.
+    """Compare this rank's settings with those of rank 0, whose store it is, at once instead of after the
+    collective timeout.
 
-    Waits until rank 0 is there: whoever else comes first does not decide whose group this is.
+    Waits for rank 0: no other rank that connects first decides whose group this is.
 
     Raises:
         ClusterError: other run id, other world size, rank out of range, or a second process with the same
             rank.
-        DeadlineError: rank 0 did not come within the store's timeout, or is gone.
+        DeadlineError: rank 0 did not connect within the store's timeout, or is gone.
     """
     where = f"at {endpoint.address}:{endpoint.port}"
     if not 0 <= rank < world_size:
@@ -231,12 +231,12 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
 
 
 def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
-    """Rank 0: whether all others belong to the group. The group is made as soon as all have come, so they are
-    waited for anyway.
+    """Require on rank 0 that all others prove their membership. The group forms when all have connected, so
+    they are waited for anyway.
 
     Raises:
-        ClusterError: one does not prove it.
-        DeadlineError: one did not come.
+        ClusterError: a rank does not prove it.
+        DeadlineError: a rank did not connect.
     """
     import torch.distributed as dist
 
@@ -261,8 +261,8 @@ def _proof(endpoint: Endpoint, purpose: str, number: int = 0) -> str:
 
 
 def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:
-    """Return the value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank
-    was told."""
+    """Return the value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is this rank's
+    own value."""
     import torch.distributed as dist
 
     try:
@@ -277,8 +277,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
 
 
 def _keep_gloo_on_loopback(address: str) -> None:
-    """Gloo otherwise listens on the interface of the host name, although the whole group meets on the
-    loopback interface."""
+    """Make gloo listen on the loopback interface if the whole group connects there; it would otherwise use
+    the interface of the host name."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(address).is_loopback or env.text("GLOO_SOCKET_IFNAME"):
             return
@@ -289,12 +289,12 @@ def _keep_gloo_on_loopback(address: str) -> None:
 
 
 def compare_collectives() -> None:
-    """Have every group that is made from now on compare each collective over its ranks before it begins:
-    operation, shape, dtype and how many there were before. Where they differ, all ranks raise a RuntimeError
-    that has what each of them calls. Call it on all ranks.
+    """Make every group that is created from now on compare each collective over its ranks before it begins:
+    operation, shape, dtype and the number of earlier ones. If they differ, all ranks raise a RuntimeError
+    that lists each rank's call. Call it on all ranks.
 
-    It is the debugging level DETAIL of ``torch.distributed``. Of sends and receives between two ranks it says
-    nothing.
+    It is the debugging level DETAIL of ``torch.distributed``. Sends and receives between two ranks are not
+    compared.
     """
     import torch.distributed as dist
 
@@ -302,10 +302,10 @@ def compare_collectives() -> None:
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Let all groups that this process belongs to wait so long for the other ranks in a collective.
+    """Set how long all groups of this process wait for the other ranks in a collective.
 
-    Whoever makes a group without a thought of it gets 10 minutes with NCCL and 30 with gloo, as Megatron-Core
-    and meshes of devices do.
+    A group that is created without a timeout, as in Megatron-Core and in device meshes, waits 10 minutes with
+    NCCL and 30 with gloo.
     """
     from torch.distributed import distributed_c10d
 
@@ -323,7 +323,6 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def _innermost(backend: Any) -> Any | None:
-    """Return the backend itself, also where ``compare_collectives`` has put something around it; None where
-    it has no timeout."""
+    """Return the backend inside the wrapper of ``compare_collectives``, if any; None if it has no timeout."""
     inner = getattr(backend, "wrapped_pg", backend)
     return inner if hasattr(inner, "_set_default_timeout") else None

@@ -1,4 +1,4 @@
-"""Decides from lengths alone which row goes to which shard and micro-batch. Pure Python, no torch."""
+"""Assignment of rows to shards and micro-batches by their lengths alone. Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DynamicBatchingArgs(TypedDict):
     Keys:
         max_tokens_per_microbatch: rows times padded length never exceeds this.
         sequence_length_round: padded lengths are rounded up to a multiple of this.
-        input_key: key of the tensor ``[B, S]`` whose S caps padded lengths.
+        input_key: key of the tensor ``[B, S]`` whose S is the maximum padded length.
         input_lengths_key: key of the lengths ``[B]``.
-        width_multiple: S, where it caps, counts as rounded up to a multiple of this, by default 1.
+        width_multiple: as a maximum, S is rounded up to a multiple of this, by default 1.
         rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
     """
 
@@ -90,7 +90,7 @@ class ShardPlan:
 
 
 def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
-    """Return rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
+    """Return the rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
     share = batch_size // shards
     rows: list[list[int]] = [[] for _ in range(shards)]
     for first in range(0, total, share):
@@ -99,7 +99,7 @@ def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
 
 
 def plan_uneven(total: int, shards: int) -> list[list[int]]:
-    """Return rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
+    """Return the rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
     shards may be smaller or empty."""
     share = -(-total // shards)
     return [
@@ -112,12 +112,12 @@ def plan_dynamic(
 ) -> list[ShardPlan]:
     """Group rows of similar length, with the same micro-batch limits and padded lengths on all shards.
 
-    Each chunk is sorted by length and dealt round-robin; slot i of all shards together decides the padded
-    length, so that every shard runs the same number of micro-batches of the same shape. A micro-batch closes
-    when one more row would exceed the token budget.
+    Each chunk is sorted by length and distributed round-robin; slot i of all shards together decides the
+    padded length, so that every shard runs the same number of micro-batches of the same shape. A micro-batch
+    closes when one more row would exceed the token budget.
 
     Args:
-        lengths: one length a row, 1 to ``width``.
+        lengths: one length per row, 1 to ``width``.
         width: S, no padded length exceeds it.
 
     Raises:
@@ -228,7 +228,7 @@ def _times(rows: int) -> str:
 
 
 def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
-    """Ranges of slots, and the padded length of each range; slot lengths do not fall."""
+    """Return ranges of slots, and the padded length of each range; slot lengths must not decrease."""
     ranges: list[list[int]] = []
     padded: list[int] = []
     for slot, length in enumerate(slot_lengths):

@@ -1,8 +1,9 @@
 """Room in ``/dev/shm``, where Ray's object store and the ranks of a vLLM engine share memory.
 
-A file there may be larger than the room for it: who writes a page that there is no room for is ended by the
-kernel (SIGBUS), without a word. So what is left is said before, and where a process has died. The buffers of
-a refit are no files, and have nothing to do with it.
+A file there may be larger than the room for it: a process that writes a page without room is killed by the
+kernel (SIGBUS), without a message. So the remaining room is reported beforehand, and after a process has
+died.
+The buffers of a refit are not files there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE = 64 * 2**20
-"""Bytes of room below which the batches and results of a step may not find theirs."""
+"""Bytes of room below which the batches and results of a step may not fit."""
 _FIX = (
     "Fix: ls -l /dev/shm and remove what ended processes have left, or mount it larger (mount -o "
     "remount,size=8G /dev/shm; "
@@ -24,7 +25,7 @@ _FIX = (
 
 
 def free_bytes() -> int | None:
-    """Room that is left; None where there is no such file system."""
+    """Return the bytes that are left; None if there is no such file system."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -47,14 +48,14 @@ class SharedMemoryWatch:
     """Warns when there is little room, once until there is more again.
 
     Args:
-        needed: bytes that Ray's object store may take there; 0 where it is elsewhere.
+        needed: bytes that Ray's object store may take there; 0 if it is elsewhere.
     """
 
     def __init__(self, needed: int) -> None:
         self._needed, self._told = needed, False
 
     def look(self) -> None:
-        """Warn where there is little room."""
+        """Warn if there is little room."""
         free = free_bytes() if self._needed else None
         if free is None or free >= min(LITTLE, self._needed):
             self._told = False

@@ -16,17 +16,18 @@ from megarl.distributed.token_rows import TokenRows
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Tensor]:
-    """Return rows padded on the right, int64 [B, S] with S the longest one, and their lengths, int64 [B]."""
+    """Return rows padded on the right, int64 [B, S] with S the longest row's length, and their lengths, int64
+    [B]."""
     return padded(TokenRows.of(rows), pad_value)
 
 
 def pad_arrays(rows: Sequence[np.ndarray], pad_value: int) -> tuple[Tensor, Tensor]:
-    """Pad rows that are int64 arrays, without a step in Python for each token; like ``pad_rows``."""
+    """Pad rows that are int64 arrays, without a Python step per token; result as in ``pad_rows``."""
     return padded(TokenRows.of_arrays(rows), pad_value)
 
 
 def padded(rows: TokenRows, pad_value: int) -> tuple[Tensor, Tensor]:
-    """Pad rows of one array; like ``pad_rows``."""
+    """Pad rows of one array; result as in ``pad_rows``."""
     ids = np.full((len(rows), rows.lengths.max(initial=0)), pad_value, np.int64)
     ids[inside(0, rows.lengths, ids.shape[1])] = rows.joined
     return torch.from_numpy(ids), torch.from_numpy(rows.lengths)
@@ -35,14 +36,13 @@ def padded(rows: TokenRows, pad_value: int) -> tuple[Tensor, Tensor]:
 def supervised_batch(
     examples: Sequence[Example], pad_token_id: int, rows: int | None = None
 ) -> BatchedDataDict[Any]:
-    """Return prompts with answers; only the answers' tokens, the end-of-sequence token among them, are
-    targets; of a conversation all turns of the assistant.
+    """Return a batch of prompts with answers. Only the answers' tokens, including the end-of-sequence token,
+    are targets; in a conversation, all turns of the assistant are.
 
     Args:
         examples: at least one.
-        pad_token_id: fills rows up.
-        rows: fill the batch up to this many rows with copies of the first example that have ``sample_mask``
-            0.
+        pad_token_id: padding of the rows.
+        rows: pad the batch to this many rows with copies of the first example that have ``sample_mask`` 0.
 
     Returns:
         ``input_ids`` [B, S] int64, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float, ``sample_mask``

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TokenRows(Sequence[list[int]]):
-    """Rows of token ids, each made a list only when it is asked for.
+    """Rows of token ids; a row becomes a list only when it is read.
 
     Attributes:
         joined: [N] int, the tokens of all rows one after another.
@@ -27,12 +27,12 @@ class TokenRows(Sequence[list[int]]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Make it of rows that are lists."""
+        """Build it from rows that are lists."""
         return cls(np.fromiter(chain.from_iterable(rows), np.int64), _lengths(rows))
 
     @classmethod
     def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
-        """The same of rows that are int64 arrays."""
+        """Build it from rows that are int64 arrays."""
         if len(rows) == 1:
             # of a turn of a conversation, which the driver makes one by one
             return cls(rows[0], np.array([len(rows[0])]))
@@ -61,11 +61,11 @@ class TokenRows(Sequence[list[int]]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         return len(self.joined)
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
-        """Yield the rows in order, in parts of at most about that many tokens, and of a row at least."""
+        """Yield the rows in order, in parts of at most about that many tokens, and of at least one row."""
         # Rows whose last tokens are in the same window of that many tokens make a part.
         part = (self._ends - 1) // tokens
         ends = [0, *self._ends.tolist()]

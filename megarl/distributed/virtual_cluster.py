@@ -1,4 +1,4 @@
-"""Reserves bundles for workers in a Ray cluster, one for each worker rank, on a GPU or on CPU alone; and TCP
+"""Reservation of bundles for workers in a Ray cluster, one per worker rank, on a GPU or on CPU only; and TCP
 ports for their rendezvous."""
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
-    """Return a port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to
-    nobody who does not ask by number.
+    """Return a port of ``address`` out of ``ports`` that has no listener now, and that the kernel gives only
+    to a process that asks for its number.
 
-    Between this answer and the server's bind, every connection and every bind to port 0 on this host takes a
-    port of the kernel's range; a port out of that range is left alone unless somebody names it. Where the
-    kernel's range leaves no such port of ``ports``, it is one of that range.
+    Between this result and the server's bind, every connection and every bind to port 0 on this host takes a
+    port of the kernel's range; a port outside that range stays free unless a process names it. If ``ports``
+    are all in the kernel's range, the result is too.
 
     Raises:
         OSError: the address is not one of this host, or has no free port.
@@ -84,7 +84,7 @@ _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class ClusterConfig(TypedDict):
-    """Size of the cluster a run asks for."""
+    """Size of the cluster that a run asks for."""
 
     gpus_per_node: int
     num_nodes: int
@@ -108,19 +108,19 @@ def _get_node_ip_and_free_port() -> tuple[str, int]:
 
 
 class RayVirtualCluster:
-    """A set of bundles, one for each worker rank, held by placement groups that are made when first needed.
+    """A set of bundles, one per worker rank, in placement groups that are created when first needed.
 
     Args:
         bundle_ct_per_node_list: worker ranks of each node, for example ``[8, 8]``.
         use_gpus: every bundle holds one GPU; False for CPU-only ranks.
         max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this
             fraction of the GPU.
-        num_gpus_per_node: GPUs a node is expected to have; bounds ``bundle_ct_per_node_list`` when
+        num_gpus_per_node: GPUs that a node is expected to have; bounds ``bundle_ct_per_node_list`` with
             ``use_gpus``.
         name: prefix of the placement groups' names.
         placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``,
             ``STRICT_PACK``, ``STRICT_SPREAD``).
-        max_retries: how often to look for enough resources, with waits of 1, 2, 4, ... s between; nodes may
+        max_retries: number of checks for enough resources, with waits of 1, 2, 4, ... s between; nodes may
             still be joining.
         ready_timeout_s: seconds to wait until Ray has reserved everything.
 
@@ -162,7 +162,7 @@ class RayVirtualCluster:
         self._nodes: set[str] = set()
 
     def world_size(self) -> int:
-        """Return the number of bundles, that is of worker ranks of one group."""
+        """Return the number of bundles, which is the number of worker ranks of one group."""
         return sum(self._bundle_ct_per_node_list)
 
     def node_count(self) -> int:
@@ -170,15 +170,15 @@ class RayVirtualCluster:
         return sum(1 for count in self._bundle_ct_per_node_list if count > 0)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """Return the placement groups, one for each node that has bundles, reserved on the first call.
+        """Return the placement groups, one per node with bundles, reserved on the first call.
 
         In a Ray cluster of several nodes each group is on a node of its own, in the order of the nodes'
-        names; on a single node all lie there. Ranks count through the groups, so that neighbours in rank
+        names; on a single node all are there. Ranks count through the groups, so that neighbours in rank
         (tensor parallelism) are on one node.
 
         Raises:
             ResourceInsufficientError: the cluster is too small.
-            DeadlineError: the resources exist but are in use by others.
+            DeadlineError: the resources exist but are used by others.
             WorkerLostError: a node was lost meanwhile.
             StateError: after ``shutdown``.
         """
@@ -203,7 +203,7 @@ class RayVirtualCluster:
         return self._placement_groups
 
     def check_places(self, nodes: Sequence[RayNode]) -> list[RayNode]:
-        """Look whether nodes have the places. Returns the nodes with what they have beside these.
+        """Require that the nodes have the bundles, and return the nodes with their remaining resources.
 
         Raises:
             ResourceInsufficientError: they have not.
@@ -217,8 +217,8 @@ class RayVirtualCluster:
         ]
 
     def lost_nodes(self) -> list[str]:
-        """Return names of the nodes that places were reserved on, and that are gone; none where all are on
-        the only node."""
+        """Return the names of nodes with reserved bundles that are gone; empty if all bundles are on the only
+        node."""
         names = map(lost_node_name, sorted(self._nodes))
         return [name for name in names if name is not None]
 
@@ -285,7 +285,7 @@ class RayVirtualCluster:
         """Wait until Ray has reserved all of them.
 
         Raises:
-            WorkerLostError: a node that was chosen is gone, which would be waited for in vain.
+            WorkerLostError: a chosen node is gone, so that waiting is useless.
             DeadlineError: it takes too long.
         """
         deadline = time.monotonic() + self._ready_timeout_s
@@ -311,12 +311,12 @@ class RayVirtualCluster:
 
     @property
     def _bundle(self) -> dict[str, int]:
-        """Return the resources of a bundle."""
+        """The resources of a bundle."""
         return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
 
     def _places(self, nodes: Sequence[RayNode]) -> list[tuple[int, str | None]]:
-        """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a
-        laptop."""
+        """Return the number of bundles of each node, with the node's name; None if there is only one node, as
+        on a laptop."""
         counts = [count for count in self._bundle_ct_per_node_list if count > 0]
         if len(nodes) == 1:
             return [(count, None) for count in counts]
@@ -345,7 +345,7 @@ class RayVirtualCluster:
             ) from error
 
     def shutdown(self) -> bool:
-        """Give the places back. May be called more than once; always True."""
+        """Release the bundles. May be called more than once; always returns True."""
         groups, self._placement_groups = self._placement_groups, None
         self._is_shut_down = True
         # Without Ray there is nothing left to give back.
@@ -371,8 +371,8 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
-    """Look once whether the living nodes have the places of all these, free or taken, each cluster beside
-    those before it.
+    """Require once that the living nodes have the bundles of all these clusters, free or reserved, each
+    cluster after those before it.
 
     Raises:
         ResourceInsufficientError: they have not.

@@ -1,5 +1,5 @@
-"""Dispatch of calls: which worker is called with what, by the routing rules of a worker group, as plain
-functions without Ray."""
+"""Dispatch of calls: the arguments of each worker by the routing rules of a worker group, as plain functions
+without Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.errors import BatchError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerCall:
-    """One call: the worker's index, its keyword arguments, and whether its answer belongs to the result."""
+    """One call: the worker's index, its keyword arguments, and whether its reply is part of the result."""
 
     worker: int
     kwargs: dict[str, Any]
@@ -21,7 +21,7 @@ class WorkerCall:
 
 
 def refuse_positional(method: str, positional: Sequence[Any]) -> None:
-    """Arguments travel by keyword only, so that none is sharded by mistake.
+    """Refuse positional arguments: only keywords are sent, so that none is sharded by mistake.
 
     Raises:
         BatchError: (also an AssertionError) there are positional arguments.
@@ -36,7 +36,7 @@ def refuse_positional(method: str, positional: Sequence[Any]) -> None:
 def workers_on_first_of(
     sharding: NamedSharding | None, world_size: int, axes: Sequence[str] | None
 ) -> list[int]:
-    """Indices of the workers whose coordinate is 0 on each of ``axes``; all workers when there are none.
+    """Return the indices of the workers whose coordinate is 0 on each of ``axes``; all workers without axes.
 
     Raises:
         ConfigError: (a ValueError) an axis is unknown, or there is no sharding to find axes in.
@@ -55,10 +55,10 @@ def workers_on_first_of(
 def plan_multiple_data(
     workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]
 ) -> list[WorkerCall]:
-    """The i-th called worker gets the i-th item of every list, and ``common_kwargs``.
+    """Give the i-th called worker the i-th item of every list, and ``common_kwargs``.
 
     Raises:
-        BatchError: (also an AssertionError) a list has not one item for each called worker.
+        BatchError: (also an AssertionError) a list does not have one item for each called worker.
     """
     _check_distinct(common_kwargs, lists)
     for name, values in lists.items():
@@ -85,8 +85,8 @@ def plan_sharded_data(
     A value ``v`` of ``nested`` is indexed as ``v[c0][c1]...`` with the worker's coordinates on
     ``in_sharded_axes``. Workers along ``replicate_on_axes`` get the very same object. On an axis that is in
     neither (free) only coordinate 0 gets data; the others are not called, or are called with None for every
-    value when ``dummy_calls_on_free_axes``. Answers count from workers with coordinate 0 on all of
-    ``output_is_replicated`` and on all free axes.
+    value with ``dummy_calls_on_free_axes``. The result consists of the replies of workers with coordinate 0
+    on all of ``output_is_replicated`` and on all free axes.
 
     Raises:
         ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and

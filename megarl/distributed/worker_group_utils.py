@@ -1,5 +1,6 @@
-"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the words that
-name a worker."""
+"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the text that
+names
+a worker."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ _SHORT_AXIS_NAMES = {
 def recursive_merge_options(
     default_options: Mapping[str, Any], extra_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
+    """Merge two nested option mappings; if both give a value, that of ``extra_options`` is taken.
 
     Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it
-    only as ``"nsight"``: the former is renamed before the merge, and an ``nsight`` that is given as well
-    wins. Neither input is changed, and the result shares nothing with them."""
+    only as ``"nsight"``: the former is renamed before the merge, and an explicit ``nsight`` takes precedence.
+    Neither input is changed, and the result shares nothing with them.
+    """
     default_copy = _with_public_nsight_key(default_options)
     extra_copy = _with_public_nsight_key(extra_options)
     return _merge(default_copy, extra_copy)
@@ -58,7 +60,8 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 def get_nsight_config_if_pattern_matches(
     worker_name: str, patterns: str | None = None, step_range: str | None = None
 ) -> dict[str, Any]:
-    """Ray's runtime environment entry that runs a worker under NVIDIA Nsight Systems, or ``{}``.
+    """Return the runtime environment entry with which Ray runs a worker under NVIDIA Nsight Systems, or
+    ``{}``.
 
     Args:
         worker_name: name of the worker or of its group, for example ``lm_policy``.
@@ -86,25 +89,27 @@ def get_nsight_config_if_pattern_matches(
 
 
 MOST_THREADS = 16
-"""More have nothing to do in a rank that uses a GPU, whose threads copy, tokenize and read files."""
+"""Maximum threads of a rank that uses a GPU, whose threads copy, tokenize and read files: more would be idle.
+"""
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def threads_of_rank(cores: int, ranks: int) -> int:
-    """OpenMP threads of a rank beside a GPU: its share of the cores of its node, at most ``MOST_THREADS``.
+    """Return the OpenMP threads of a rank with a GPU: its share of the cores of its node, at most
+    ``MOST_THREADS``.
 
-    Ranks on a CPU have one thread each: they fill the cores themselves.
+    Ranks on a CPU have one thread each, because they occupy the cores themselves.
     """
     return min(max(cores // ranks, 1), MOST_THREADS)
 
 
 def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:
-    """Return the words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without
-    axes ``[rank3 node7]``."""
+    """Return the prefix of every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes
+    ``[rank3 node7]``."""
     if not coordinates:
         return f"[rank{rank} {host}]"
     axes = " ".join(f"{_SHORT_AXIS_NAMES.get(axis, axis)}{index}" for axis, index in coordinates.items())

@@ -1,9 +1,9 @@
-"""One group of workers on a virtual cluster: start them, call them by axis, collect their answers, end them.
+"""One group of workers on a virtual cluster: start them, call them by axis, collect their replies, end them.
 
 ``group.workers[i]`` is a handle whose methods are called as on a Ray actor:
 ``group.workers[i].method.remote(key=value)``. Results of such calls, and of every ``run_*`` method, can be
-given to ``ray.get``; ``get_all_worker_results`` is better: it sees the first failure while other workers
-hang, says which worker failed, and has a deadline.
+given to ``ray.get``; ``get_all_worker_results`` is better: it notices the first failure while other workers
+hang, names the worker that failed, and has a deadline.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _DEATH_WAIT_S = 10.0
 
 @dataclass
 class MultiWorkerFuture:
-    """Answers to come of one call on many workers.
+    """Future replies to one call of several workers.
 
     Attributes:
         futures: one for each called worker.
-        return_from_workers: indices of the workers whose answers make up the result; None means all that were
-            called.
-        called_workers: index of the worker behind each future; None means workers 0, 1, 2, ...
+        return_from_workers: indices of the workers whose replies make up the result; None means all called
+            ones.
+        called_workers: index of the worker of each future; None means workers 0, 1, 2, ...
     """
 
     futures: list[Any]
@@ -83,8 +83,8 @@ class MultiWorkerFuture:
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
 
     def selected(self, values: Sequence[Any]) -> list[Any]:
-        """Select from one value for each future those that belong to the result, in the order of
-        ``return_from_workers``."""
+        """Return the values that belong to the result, in the order of ``return_from_workers``, given one
+        value per future."""
         if self.return_from_workers is None:
             return list(values)
         called = self.called_workers or range(len(values))
@@ -93,27 +93,27 @@ class MultiWorkerFuture:
 
 
 class RayWorkerGroup:
-    """Workers of one class, one for each place, with optional named axes.
+    """Workers of one class, one per bundle, with optional named axes.
 
     Args:
-        cluster: gives the places.
+        cluster: provides the bundles.
         remote_worker_builder: the class and its arguments.
         workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one
-            number a node.
-        name_prefix: opens the workers' names and is matched against the profiler patterns.
+            number per node.
+        name_prefix: prefix of the workers' names, which is matched against the profiler patterns.
         bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes
             ``workers_per_node``.
         sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in
             errors.
-        env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by
-            ``configure_worker``.
+        env_vars: environment of the workers; overrides variables forwarded from the driver, and is overridden
+            by ``configure_worker``.
         init_timeout_s: seconds until all constructors must have returned.
-        call_timeout_s: default bound of ``get_all_worker_results``, in seconds.
-        deadlines: bounds by phase, in place of that one.
+        call_timeout_s: default time limit of ``get_all_worker_results``, in seconds.
+        deadlines: time limits by phase, which replace that default.
 
     Raises:
-        ConfigError: (a ValueError) the places do not fit the cluster or the axes.
-        MegarlError, WorkerError, DeadlineError: a worker could not be made; none is left behind.
+        ConfigError: (a ValueError) the bundles do not fit the cluster or the axes.
+        MegarlError, WorkerError, DeadlineError: a worker could not be created; none is left running.
     """
 
     def __init__(
@@ -185,20 +185,20 @@ class RayWorkerGroup:
 
     @property
     def master_address(self) -> str:
-        """Address at which the workers meet, that of the first one's node."""
+        """Address at which the workers connect, that of the first one's node."""
         assert self._endpoint is not None, "the constructor has waited for them"
         return self._endpoint.address
 
     @property
     def master_port(self) -> int:
-        """Port at which they meet."""
+        """Port at which the workers connect."""
         assert self._endpoint is not None, "the constructor has waited for them"
         return self._endpoint.port
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Handles by rank; empty after ``shutdown``. What ``run_before_next`` left is run first: a handle's
-        calls go past the group."""
+        """Handles by rank; empty after ``shutdown``. Methods left by ``run_before_next`` run first, because
+        calls by a handle bypass the group."""
         self._run_before()
         return self._workers
 
@@ -209,14 +209,13 @@ class RayWorkerGroup:
 
     @property
     def calls(self) -> int:
-        """Calls of this group so far; as long as it is the same, the workers have not been asked for
-        anything."""
+        """Number of calls of this group so far; while it is unchanged, the workers have not been called."""
         return self._calls
 
     def run_before_next(self, method_name: str) -> None:
-        """Let all workers run a method without arguments before whatever they are called for next, in the
-        same message where that goes to all of them. An error of it is raised where the results of that call
-        are waited for; the call itself is then not run.
+        """Make all workers run a method without arguments before their next call, in the same message if that
+        call goes to all of them. An error of the method is raised where the results of that call are awaited;
+        the call itself is then not run.
 
         Raises:
             StateError: the workers were shut down, or one still hangs in a call that failed.
@@ -228,7 +227,7 @@ class RayWorkerGroup:
             self._before.append(method_name)
 
     def _run_before(self) -> None:
-        """Run what waits for the next call."""
+        """Run the methods that wait for the next call."""
         before, self._before = self._before, []
         for method in before:
             self.get_all_worker_results(
@@ -242,12 +241,12 @@ class RayWorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel shards: size of that axis, or without axes the number of groups of tied
+        """Number of data-parallel shards: the size of that axis, or without axes the number of groups of tied
         workers."""
         return len(self._dp_leaders)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """Index of the first worker of a data-parallel shard.
+        """Return the index of the first worker of a data-parallel shard.
 
         Raises:
             IndexError: the shard is not in [0, dp_size).
@@ -261,7 +260,7 @@ class RayWorkerGroup:
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call one worker; returns its future.
+        """Call one worker, and return its future.
 
         Raises:
             BatchError: (also an AssertionError) positional arguments, or no worker with that index.
@@ -279,8 +278,8 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` only those at coordinate 0.
-        Returns a list of futures."""
+        """Call all workers with the same arguments, or on ``run_rank_0_only_axes`` only those at coordinate
+        0. Return a list of futures."""
         refuse_positional(method_name, args)
         workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
         return self._submit(method_name, [WorkerCall(worker, kwargs) for worker in workers])
@@ -293,8 +292,8 @@ class RayWorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> list[Any]:
-        """Call workers with one item each of the lists in ``kwargs``, and all of ``common_kwargs``. Returns a
-        list of futures.
+        """Call workers with one item each of the lists in ``kwargs``, and with all of ``common_kwargs``.
+        Return a list of futures.
 
         Raises:
             BatchError: (also an AssertionError) a list's length is not the number of called workers.
@@ -346,14 +345,14 @@ class RayWorkerGroup:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Wait for the answers, also of plain lists of futures, and return those that belong to the result.
+        """Wait for the replies, also of plain lists of futures, and return those that belong to the result.
 
         The items of generators are appended one after another, worker by worker; with
         ``return_generators_as_proxies`` the Ray generators themselves are returned at once instead.
 
         Args:
-            timeout_s: bound in seconds; None takes the group's: that of the phase, from the beginning of the
-                call on, or ``call_timeout_s``.
+            timeout_s: time limit in seconds; None takes the group's: that of the phase, from the beginning of
+                the call on, or ``call_timeout_s``.
 
         Raises:
             MegarlError, WorkerError, DeadlineError: see ``await_results``.
@@ -411,11 +410,11 @@ class RayWorkerGroup:
         """End all workers. May be called more than once.
 
         Args:
-            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped when
+            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped with
                 ``force``, or when a worker hangs in a failed call.
 
         Returns:
-            True if the clean-up went well; the workers are gone in any case.
+            True if the clean-up succeeded; the workers are gone in any case.
         """
         # First of all, so that a second shutdown, or __del__ within this one, finds nothing to do.
         workers, self._workers = self._workers, []
@@ -505,8 +504,8 @@ class RayWorkerGroup:
 
 
 def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
-    """Objects that go to more than one worker, by identity, stored once instead of being packed again for
-    each."""
+    """Store each object that goes to more than one worker once, instead of pickling it for each; return
+    references by identity."""
     seen: dict[int, Any] = {}
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:

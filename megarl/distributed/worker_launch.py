@@ -1,12 +1,12 @@
-"""Start the workers of a group: processes first, then their meeting point, then all constructors at once.
+"""Start of the workers of a group: processes first, then their rendezvous, then all constructors at once.
 
 Order of the phases, each over all ranks at the same time:
 
-1. an empty shell in every place, with the environment its process needs from the start;
-2. each shell imports the worker class and asks ``configure_worker``; where the answer needs other Ray
-   options, the shell is replaced;
-3. rank 0 binds the meeting port and keeps it; the driver learns address and port;
-4. all constructors run concurrently, so that they can meet in ``rendezvous.init_process_group``.
+1. an empty shell in every bundle, with the environment that its process needs from the start;
+2. each shell imports the worker class and calls ``configure_worker``; if the result needs other Ray options,
+   the shell is replaced;
+3. rank 0 binds the rendezvous port and keeps it; the driver gets address and port;
+4. all constructors run concurrently, so that they can connect in ``rendezvous.init_process_group``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class WorkerSpec:
     Attributes:
         rank: position in the group.
         name: for logs.
-        placement_group, bundle_index: its place.
+        placement_group, bundle_index: its bundle.
         num_gpus: share of the bundle's GPU, 0 on CPU.
         bundle_indices: (placement group index, bundles) of a group of tied workers, for its leader only.
-        environment: variables of this rank alone (``RANK`` and the like), set before the worker class is
+        environment: variables of this rank alone (``RANK`` and similar), set before the worker class is
             imported.
         options: Ray options, for example ``runtime_env`` with the variables that all ranks share.
         coordinates: axis name to index, for messages.
@@ -63,9 +63,9 @@ class RayWorkerBuilder:
 
     Args:
         ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``,
-            whose options then count as defaults. If the class has ``configure_worker(num_gpus,
-            bundle_indices) -> (resources, env_vars, init_kwargs)``, its answer overrides Ray options,
-            environment and constructor arguments.
+            whose options are then defaults. If the class has ``configure_worker(num_gpus, bundle_indices) ->
+            (resources, env_vars, init_kwargs)``, its result overrides Ray options, environment and
+            constructor arguments.
         args, kwargs: arguments of the constructor.
     """
 
@@ -82,7 +82,7 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, list[int]] | None = None,
         **extra_options: Any,
     ) -> PendingWorkers:
-        """Start one worker on its own; ``.wait()`` gives a list with its handle."""
+        """Start one worker on its own; ``.wait()`` returns a list with its handle."""
         spec = WorkerSpec(
             rank=0,
             name=self.ray_actor_class_fqn.rpartition(".")[2],
@@ -111,10 +111,10 @@ class RayWorkerBuilder:
 
 class PendingWorkers:
     """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process
-    is left behind.
+    is left running.
 
     Attributes:
-        endpoint: where they meet; None until ``wait`` has returned.
+        endpoint: where they connect; None until ``wait`` has returned.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class PendingWorkers:
     def wait(
         self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S, look_s: float | None = None
     ) -> list[WorkerHandle]:
-        """Handles of the constructed workers, by rank.
+        """Return the handles of the constructed workers, by rank.
 
         Args:
-            timeout_s: for all of it.
+            timeout_s: for all phases together.
             look_s: see ``Deadline``.
 
         Raises:
-            MegarlError, WorkerError: a worker could not be made; see ``await_results``.
+            MegarlError, WorkerError: a worker could not be created; see ``await_results``.
             DeadlineError: they were not ready after ``timeout_s`` seconds.
         """
         deadline = Deadline(timeout_s, key="" if look_s is None else "deadlines.init_s", look_s=look_s)
@@ -223,15 +223,15 @@ def start_workers(
 
 
 def kill_actor(actor: ActorHandle[Any]) -> None:
-    """End an actor's process now, whatever it is doing; nothing happens if it is gone, or Ray is."""
+    """End an actor's process now, whatever it is doing; does nothing if the actor, or Ray, is gone."""
     # Ray raises each of these for an actor that is gone, by its own state and that of the cluster.
     with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
         ray_calls.kill(actor)
 
 
 def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
-    """Ray options of one worker: decorator < caller < ``configure_worker``; the decorator has no say in the
-    share of the GPU."""
+    """Return the Ray options of one worker: decorator < caller < ``configure_worker``. The decorator does not
+    decide the share of the GPU."""
     options = recursive_merge_options({"num_cpus": 1}, requirement.decorator_options)
     options = recursive_merge_options(options, {**spec.options, "num_gpus": spec.num_gpus})
     asked: Mapping[str, Any] = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}

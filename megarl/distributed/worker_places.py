@@ -1,4 +1,5 @@
-"""Bundles of the workers of a group: rank, name, and the variables that tell a worker so. No Ray here."""
+"""Bundles of the workers of a group: rank, name, and the environment variables that pass them to a worker. No
+Ray here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """The place of one worker.
+    """The bundle and rank of one worker.
 
     Attributes:
         rank: position in the group.
@@ -37,8 +38,8 @@ class WorkerPlace:
     name: str
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a distributed launcher, but for the address, which is known only once rank
-        0 has bound it."""
+        """Return the variables of a distributed launcher, except the address, which is known only once rank 0
+        has bound it."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.bundle),
@@ -65,7 +66,7 @@ def place_workers(
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
     name_prefix: str,
 ) -> list[WorkerPlace]:
-    """Return places of all workers, by rank.
+    """Assign bundles to all workers, and return them by rank.
 
     Args:
         bundle_counts: bundles of each placement group.
@@ -139,7 +140,8 @@ def _worker_counts(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
 
 
 def _placement_group(bundle_counts: Sequence[int], node: int) -> int:
-    """A unified placement group holds the bundles of all nodes, counted through."""
+    """Return the placement group of a node: a unified group holds the bundles of all nodes, counted through.
+    """
     return 0 if len(bundle_counts) == 1 else node
 
 

@@ -1,5 +1,6 @@
-"""Wait for workers: the first failure ends the wait, no wait is endless, and every error says which worker it
-comes from."""
+"""Waits for workers: the first failure ends the wait, no wait is endless, and every error names the worker
+that
+it comes from."""
 
 from __future__ import annotations
 
@@ -47,15 +48,15 @@ _CONNECTION_WORDS = (
 
 
 class Deadline:
-    """A bound in seconds that several waits share; ``None`` is no bound.
+    """A time limit in seconds that several waits share; ``None`` is no limit.
 
     Attributes:
-        seconds: the bound.
-        key: of the configuration, that the bound comes from; "" where it comes from the caller.
-        look_s: seconds without any answer after which workers are given up that are stopped or stand still;
-            None never looks.
-        wait_for_others: the workers may wait for somebody outside of their group, so that standing still is
-            no reason.
+        seconds: the limit.
+        key: configuration key of the limit; "" if the caller set it.
+        look_s: seconds without any reply after which workers that are stopped or make no progress are given
+            up; None never checks.
+        wait_for_others: the workers may wait for a process outside of their group, so that a lack of progress
+            is no reason to give them up.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Deadline:
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
-        """Return seconds that are left, never negative."""
+        """Return the remaining seconds, never negative."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
 class WorkerRegistry:
-    """Workers of one group by actor (rank, coordinates, process), the calls that are under way, and those
-    that never came back."""
+    """Workers of one group by actor (rank, coordinates, process), their calls in progress, and the calls that
+    never returned."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -92,15 +93,15 @@ class WorkerRegistry:
         self._unfinished: list[ray.ObjectRef[Any]] = []
 
     def add(self, actor: ActorHandle[Any], rank: int, coordinates: Mapping[str, int] | None) -> None:
-        """Enter a worker, before its first call."""
+        """Register a worker, before its first call."""
         self._ranks[actor._actor_id.hex()] = (rank, coordinates)
 
     def set_process(self, actor: ActorHandle[Any], process: WorkerProcess) -> None:
-        """Note where the worker runs, as soon as that is known."""
+        """Record the worker's process, as soon as it is known."""
         self._processes[actor._actor_id.hex()] = process
 
     def label(self, reference: ray.ObjectRef[Any]) -> str:
-        """Return coordinates of the worker that makes ``reference``, for example ``[pp0 dp1 cp0 tp0
+        """Return the coordinates of the worker that computes ``reference``, for example ``[pp0 dp1 cp0 tp0
         node7]``."""
         actor = _actor_of(reference)
         if actor not in self._ranks:
@@ -110,31 +111,31 @@ class WorkerRegistry:
         return format_coordinates(rank, coordinates, process.host if process else "host not yet known")
 
     def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
-        """Return the process of the worker that makes ``reference``; None before it is up."""
+        """Return the process of the worker that computes ``reference``; None before it has started."""
         return self._processes.get(_actor_of(reference))
 
     def begin(self, call: Call, reference: ray.ObjectRef[Any]) -> None:
-        """Note what a result is the result of. The oldest calls that nobody waits for are forgotten."""
+        """Record the call that a result belongs to. The oldest calls that nobody waits for are forgotten."""
         self._calls[reference.hex()] = call
         if len(self._calls) > _MOST_CALLS:
             # Dictionaries keep their order: the first key is the oldest call.
             del self._calls[next(iter(self._calls))]
 
     def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
-        """Return the call that ``reference`` is the result of; None where that is not known."""
+        """Return the call that ``reference`` is the result of; None if unknown."""
         return self._calls.get(reference.hex())
 
     def forget(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Forget calls whose results are there."""
+        """Forget calls whose results have arrived."""
         for reference in references:
             self._calls.pop(reference.hex(), None)
 
     def set_unfinished(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Remember the calls that were still running when a wait was given up."""
+        """Record the calls that were still running when a wait was given up."""
         self._unfinished = list(references)
 
     def has_unfinished(self) -> bool:
-        """True while a call that was given up still occupies its worker."""
+        """Return whether a call that was given up still occupies its worker."""
         if self._unfinished:
             _, self._unfinished = ray_calls.wait(
                 self._unfinished, num_returns=len(self._unfinished), timeout=0
@@ -142,8 +143,10 @@ class WorkerRegistry:
         return bool(self._unfinished)
 
     def check_free(self, what: str) -> None:
-        """Raises: StateError: a worker is still busy with a call that was given up, so that a new call would
-        wait behind it.
+        """Require that no worker is busy with a call that was given up: a new call would wait behind it.
+
+        Raises:
+            StateError: a worker is.
         """
         if self.has_unfinished():
             stuck = ", ".join(self.label(reference) for reference in self._unfinished)
@@ -156,22 +159,22 @@ class WorkerRegistry:
 def await_results(
     references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline
 ) -> list[Any]:
-    """Return values of ``references``, in order. Watches all of them, so that a worker that fails is seen
-    while its peers hang.
+    """Return the values of ``references``, in order. All of them are watched, so that a failed worker is
+    noticed while its peers hang.
 
     Args:
-        references: results of worker calls; one may stand there twice.
+        references: results of worker calls; one may occur twice.
         registry: names the workers.
         what: the call, for messages.
-        deadline: bound of the wait.
+        deadline: time limit of the wait.
 
     Raises:
-        MegarlError: a worker raised one; the same class again, its message preceded by the worker's
-            coordinates.
+        MegarlError: a worker raised one; the same class again, with the worker's coordinates before its
+            message.
         WorkerError: a worker raised another exception (its ``__cause__``).
         WorkerLostError: a worker's process or node is gone.
-        DeadlineError: not all answered in time, the process of one is stopped, or all that do not answer
-            stand still; the message has the stacks of those that still run.
+        DeadlineError: not all replied in time, the process of one is stopped, or none of the silent ones
+            makes progress; the message has the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
     # ray.wait refuses a reference that is given twice.
@@ -208,8 +211,8 @@ def _await_cause(
     pending: list[ray.ObjectRef[Any]],
     values: dict[ray.ObjectRef[Any], Any],
 ) -> list[ray.ObjectRef[Any]]:
-    """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later
-    than its peers do."""
+    """Wait for the cause while all failures look like its consequences: Ray learns of a lost node later than
+    the node's peers do."""
     deadline = Deadline(_CAUSE_WAIT_S)
     while pending and deadline.left() and all(_echo_rank(error) == 2 for _, error in failures):
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=deadline.left())
@@ -249,15 +252,16 @@ def _raise_failure(
 
 
 def _echo_rank(error: RayError) -> int:
-    """0 for a dead process, 1 for an exception, 2 for one that looks like the echo of another rank's end."""
+    """Return 0 for a dead process, 1 for an exception, 2 for an exception that looks like the consequence of
+    another rank's end."""
     if isinstance(error, RayActorError):
         return 0
     return 2 if any(word in str(error) for word in _CONNECTION_WORDS) else 1
 
 
 def _await_death(actor: str) -> None:
-    """All that Ray has said is that a connection was lost; a little later it knows whether a process or its
-    node has ended."""
+    """Wait until Ray knows whether a process or its node has ended; at first it reports only a lost
+    connection."""
     deadline = Deadline(_CAUSE_WAIT_S)
     with contextlib.suppress(RayError, RuntimeError, OSError):
         while deadline.left():
@@ -269,7 +273,7 @@ def _await_death(actor: str) -> None:
 
 
 def _lost_node(process: WorkerProcess | None) -> str:
-    """Says so where a worker's whole node is gone."""
+    """Return a note if a worker's whole node is gone, else ""."""
     name = None if process is None else lost_node_name(process.node_id)
     return "" if name is None else f" node {name} is lost:"
 
@@ -306,7 +310,7 @@ def _deadline_error(
     deadline: Deadline,
     reason: str,
 ) -> DeadlineError:
-    """Return the error of workers that were late or, with a reason, given up earlier."""
+    """Return the error for workers that were late or, with a reason, given up earlier."""
     labels = [registry.label(reference) for reference in pending]
     processes = [registry.process(reference) for reference in pending]
     looks = looks_at(processes)
@@ -335,10 +339,10 @@ def _deadline_error(
 
 
 def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
-    """Return a sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody
-    stands out.
+    """Return a sentence on which of the silent workers keeps the others waiting; "" if none stands out.
 
-    One whose process does not run does, and one that is not in a collective while others are.
+    A worker whose process does not run stands out, and so does one that is not in a collective while others
+    are.
     """
     seen = [(label, look) for label, look in zip(labels, looks, strict=True) if look is not None]
     still = [f"the process of {label} {look.state}" for label, look in seen if look.state]

@@ -1,4 +1,4 @@
-"""The Ray actor that holds a worker: a generic shell, and the handle by which the driver speaks to it.
+"""The Ray actor that holds a worker: a generic shell, and the handle with which the driver calls it.
 
 The driver knows a worker class by name only. The shell imports and constructs it in the worker's own process,
 so that the driver never imports what workers need. Importing this file loads no torch: thread counts are set
@@ -47,8 +47,8 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
-    """Requirements of a worker class: Ray options of its decorator, and the three replies
-    of its ``configure_worker``."""
+    """Requirements of a worker class: Ray options of its decorator, and the three results of its
+    ``configure_worker``."""
 
     decorator_options: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
@@ -88,10 +88,10 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
 
 
 def own_compile_cache() -> None:
-    """Have ``torch.compile`` keep what it compiles where nobody else can write: it unpickles what it finds
-    there. ``TORCHINDUCTOR_CACHE_DIR`` stays where it is set.
+    """Make ``torch.compile`` keep its cache where nobody else can write, because it unpickles what it finds
+    there. An existing ``TORCHINDUCTOR_CACHE_DIR`` is kept.
 
-    By default that is a directory in the machine's temporary one, by the name of the user, and whoever makes
+    By default the cache is in the machine's temporary directory, under the user's name, and whoever creates
     it first may write into it.
     """
     if env.text(_COMPILE_CACHE):
@@ -137,7 +137,7 @@ class WorkerShell:
     def inspect_class(
         self, class_name: str, num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[WorkerProcess, ClassRequirements]:
-        """Import the worker class and ask it what it needs."""
+        """Import the worker class and return its requirements."""
         worker_class, options = import_worker_class(class_name)
         process = WorkerProcess(socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid())
         configure = getattr(worker_class, "configure_worker", None)
@@ -149,7 +149,7 @@ class WorkerShell:
         )
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and
+        """Bind the group's rendezvous port in this process and keep it (rank 0 only). Return address and
         port."""
         # Bound here and kept: a port that was only found free may be another process's by the time it is
         # used.
@@ -163,7 +163,7 @@ class WorkerShell:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         init_kwargs: dict[str, Any],
     ) -> dict[str, bool]:
-        """Build the worker. Returns its methods; True marks generators, whose items are streamed."""
+        """Build the worker. Return its methods; True marks generators, whose items are streamed."""
         env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})
         rendezvous.set_endpoint(endpoint)
         # What the class itself says of its arguments overrides the caller's.
@@ -173,7 +173,7 @@ class WorkerShell:
         return _methods(worker_class)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the worker. Errors pass through with their traceback."""
+        """Run a method of the worker. Errors propagate with their traceback."""
         return getattr(self._worker, method)(*args, **kwargs)
 
     def call_after(self, before: Sequence[str], method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ def _methods(worker_class: type) -> dict[str, bool]:
 
 
 class RemoteMethod:
-    """``handle.method``: call it with ``.remote(...)``, as a method of a Ray actor."""
+    """A method of a handle, called with ``.remote(...)`` as a method of a Ray actor."""
 
     __slots__ = ("_actor", "_name", "is_generator")
 
@@ -207,12 +207,13 @@ class RemoteMethod:
         self.is_generator = is_generator
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method. Returns an ``ObjectRef``, or an ``ObjectRefGenerator`` for a generator method."""
+        """Start the method. Return an ``ObjectRef``, or an ``ObjectRefGenerator`` for a generator method."""
         target: Any = self._actor.stream if self.is_generator else self._actor.call
         return ray_calls.submit(target, self._name, *args, **kwargs)
 
     def remote_after(self, before: Sequence[str], **kwargs: Any) -> Any:
-        """Start the method, which must be no generator, behind others that take no arguments, in one call."""
+        """Start the method, which must not be a generator, after other methods that take no arguments, in one
+        call."""
         target: Any = self._actor.call_after
         return ray_calls.submit(target, tuple(before), self._name, **kwargs)
 

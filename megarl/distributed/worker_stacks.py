@@ -1,8 +1,9 @@
-"""Python stacks, states and activity of processes, taken from outside: whether one that does not answer is at
-work, and where it hangs.
+"""Python stacks, states and activity of processes, observed from outside: whether a silent one is working,
+and
+where it hangs.
 
 A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there
-on SIGUSR2, which works also while it waits in C++ code or for the interpreter's lock. Another process of the
+on SIGUSR2, which works even while it waits in C++ code or for the interpreter's lock. Another process of the
 same user finds the file in ``/proc``, sends the signal and reads it; nothing is left on disk.
 """
 
@@ -46,12 +47,12 @@ _MOST_CPU_SHARE = 0.05
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 100
 _FAULTS, _CPU = slice(9, 11), slice(11, 15)
-"""Places in ``/proc/PID/stat`` behind the name: page faults that read a disk, and ticks of CPU, each with
+"""Fields of ``/proc/PID/stat`` after the name: page faults that read a disk, and ticks of CPU, each with
 those of ended children."""
 _GOING_ON = ("R", "D")
 _LOOKS_AGAIN, _PAUSE_S = 4, 0.023
-"""A thread that asks every few milliseconds whether it may go on runs at some moments, and one that computes
-at all."""
+"""Number of further samples and seconds between them. A thread that polls every few milliseconds runs in some
+samples, and a thread that computes runs in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ class Activity:
     """Work that a process of this host and its descendants have done so far.
 
     Attributes:
-        at: when that was, monotonic seconds of its host.
-        cpu_s: seconds of CPU, with those of descendants that have ended.
-        bytes: that they have read and written, by calls and on disks.
+        at: time of the sample, monotonic seconds of its host.
+        cpu_s: seconds of CPU, including descendants that have ended.
+        bytes: bytes that they have read and written, by calls and on disks.
         faults: pages that had to be read from a disk.
         processes: their numbers.
         goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network
@@ -76,7 +77,7 @@ class Activity:
     goes_on: bool = False
 
     def rested_since(self, before: Activity) -> bool:
-        """Return whether nothing was done since ``before`` but what processes do that wait."""
+        """Return whether the processes have only waited since ``before``."""
         return (
             not (self.goes_on or before.goes_on)
             and self.processes == before.processes
@@ -89,13 +90,13 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """State of a process as seen from outside.
+    """State of a process as observed from outside.
 
     Attributes:
-        state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be
+        state: state that keeps it from running, as the end of a sentence; "" if it runs, sleeps or cannot be
             seen.
-        stack: its threads' stacks, at most 6000 characters; "" where there is none.
-        activity: what it has done so far; None where that cannot be seen.
+        stack: its threads' stacks, at most 6000 characters; "" if there is none.
+        activity: its work so far; None if that cannot be seen.
     """
 
     state: str
@@ -104,8 +105,7 @@ class ProcessLook:
 
     @property
     def place(self) -> str:
-        """Return where the thread is that runs the worker's method, as lines of its stack; empty if
-        unknown."""
+        """Position of the thread that runs the worker's method, as lines of its stack; empty if unknown."""
         blocks = self._method
         # the first line says which thread has written it, which is another one at times
         return blocks[-1].partition("\n")[2] if blocks else ""
@@ -116,7 +116,7 @@ class ProcessLook:
 
     @property
     def waits_for_others(self) -> bool | None:
-        """True if the worker's method is in a collective; None where no stack says so."""
+        """Whether the worker's method is in a collective; None if no stack tells."""
         blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
@@ -126,7 +126,7 @@ def register_stacks(worker: str = "") -> None:
     """Prepare this process; without ``/proc`` or unnamed files its stacks are simply not reported.
 
     Args:
-        worker: name of the worker that it holds, by which ``worker_of`` knows it.
+        worker: name of the worker that it holds, which ``worker_of`` returns.
     """
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
         # a bare descriptor, open as long as the process lives: a file object would buffer what the signal
@@ -138,8 +138,8 @@ def register_stacks(worker: str = "") -> None:
 
 
 def worker_of(process_id: int) -> str | None:
-    """Return the name of the worker that a process of this host holds; "" of one without a name, None of one
-    that has not registered."""
+    """Return the name of the worker in a process of this host; "" for a worker without a name, None for a
+    process that has not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         if path is not None:
@@ -148,7 +148,7 @@ def worker_of(process_id: int) -> str | None:
 
 
 def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
-    """State and, where it may still answer, the stacks of one process of this host, and its activity."""
+    """Return the state of one process of this host, its stacks if it may still reply, and its activity."""
     state = read_state(process_id)
     if not with_stack or state in (STOPPED, GONE):
         return ProcessLook(state)
@@ -158,15 +158,15 @@ def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
 
 
 def kill_worker(process_id: int) -> None:
-    """End a process of this host, which may be stopped; one that has not registered is another, that has its
-    number now."""
+    """Kill a process of this host, which may be stopped. A process that has not registered is left alone,
+    because it has reused the number."""
     with contextlib.suppress(OSError):
         if _stack_file(process_id) is not None:
             os.kill(process_id, signal.SIGKILL)
 
 
 def read_state(process_id: int) -> str:
-    """Return why a process of this host does not go on, as in ``ProcessLook``."""
+    """Return why a process of this host does not run, as in ``ProcessLook``."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -200,8 +200,8 @@ def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:
 
 
 def _goes_on(processes: Iterable[int]) -> bool:
-    """Return whether a thread runs, or would if it had a processor, or waits for a disk or a network file
-    system, at this moment."""
+    """Return whether, at this moment, a thread runs, or would if it had a processor, or waits for a disk or a
+    network file system."""
     return any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
 
 
@@ -219,7 +219,7 @@ def _threads(process_id: int) -> Iterator[list[str]]:
 
 
 def _bytes(process_id: int) -> int:
-    """0 where it may not be seen."""
+    """Return the bytes that a process has read and written; 0 if that may not be seen."""
     with contextlib.suppress(OSError):
         counts = dict(line.split(": ") for line in Path(f"/proc/{process_id}/io").read_text().splitlines())
         return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
@@ -227,8 +227,8 @@ def _bytes(process_id: int) -> int:
 
 
 def read_stack(process_id: int) -> str:
-    """Signal one process of this host and return what it wrote, at most 6000 characters; ``""`` when it is
-    gone or was not prepared."""
+    """Signal one process of this host and return the stacks that it wrote, at most 6000 characters; ``""`` if
+    it is gone or was not prepared."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         # without its file it would take the signal for its end

@@ -1,5 +1,5 @@
-"""Look at workers that do not answer, each on its own node: is one of them stopped, or do all of them stand
-still?"""
+"""Observation of silent workers, each on its own node: whether one of them is stopped, or all make no
+progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook, kill_wo
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""Looks in the time after which workers are given up: what they have done between the first and the last one
+"""Number of samples in the time after which workers are given up; the work between the first and the last one
 counts."""
 _WAIT_S = 20.0
 # A debugger or a shell may stop a process for a moment.
@@ -28,19 +28,19 @@ _SURE_AFTER_S = 1.0
 
 
 class WorkerWatch:
-    """Looks at workers for as long as none of them answers, and says when they are to be given up before
-    their deadline.
+    """Observes workers while none of them replies, and reports when they are to be given up before their
+    deadline.
 
-    That is so when one of them is stopped, or when all stand still. What computes indefinitely looks like
-    what computes for long, and that has its deadline alone; but a worker that waits in a mismatched
-    collective, for a lock or in a loop that asks now and then, uses nothing, and where nobody else whom it
-    could wait for uses anything either, it waits indefinitely.
+    They are given up when one of them is stopped, or when all make no progress. An endless computation looks
+    like a long one, and only its deadline ends it. But a worker that waits in a mismatched collective, for a
+    lock or in a polling loop uses no resources; if nobody else whom it could wait for uses any either, it
+    waits indefinitely.
 
     Args:
-        look_s: seconds without an answer after which they may be given up; None never looks.
-        wait_for_others: the workers may wait for somebody who is not looked at, so that standing still means
-            nothing.
-        look: what is seen of processes now; see ``looks_at``.
+        look_s: seconds without a reply after which they may be given up; None never checks.
+        wait_for_others: the workers may wait for a process that is not observed, so that a lack of progress
+            means nothing.
+        look: observes processes now; see ``looks_at``.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class WorkerWatch:
         self._looks: list[list[ProcessLook | None]] = []
 
     def until_look(self) -> float | None:
-        """Return seconds until the next look; None for never."""
+        """Return the seconds until the next sample; None for never."""
         if self._look_s is None:
             return None
         return max(self._begun + (len(self._looks) + 1) * self._look_s / LOOKS - time.monotonic(), 0.0)
 
     def answered(self) -> None:
-        """One of them has answered: the time begins again."""
+        """Restart the time, because one of them has replied."""
         self._begun, self._looks = time.monotonic(), []
 
     def give_up(self, processes: Sequence[WorkerProcess | None]) -> str:
-        """Look at all that are waited for, the same ones at each look of a time; why they will never answer,
-        "" where they may."""
+        """Sample all workers that are waited for, the same ones at each sample, and return why they will
+        never reply; "" if they may."""
         self._looks.append(self._look(processes))
         # What a worker does is seen between looks, not by one of them.
         if len(self._looks) < LOOKS:
@@ -79,13 +79,13 @@ class WorkerWatch:
 
 
 def any_is_stopped(looks: Sequence[ProcessLook | None]) -> bool:
-    """Return whether the process of one of them is stopped."""
+    """Return whether the process of any of them is stopped."""
     return any(look is not None and look.state == STOPPED for look in looks)
 
 
 def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
-    """Return whether nothing of all workers has moved over some looks: neither the place in the code nor any
-    use of resources."""
+    """Return whether no worker has made progress over some samples, neither in its position in the code nor
+    in its use of resources."""
     return all(_stands_still(of_one) for of_one in zip(*looks, strict=True))
 
 
@@ -103,20 +103,20 @@ def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:
 
 
 def looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
-    """Look at workers, each on its own node; None for each one that does not reply in time. Never raises."""
+    """Sample workers, each on its own node; None for each one that does not reply in time. Never raises."""
     return _beside(processes, look_at, with_stack)
 
 
 def kill_processes(processes: Sequence[WorkerProcess]) -> None:
-    """End workers that Ray does not reach, each on its own node. Never raises."""
+    """Kill workers that Ray does not reach, each on its own node. Never raises."""
     _beside(processes, kill_worker)
 
 
 def _beside(
     processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Call a function with the number of each process on that process's node; None for each one that does not
-    reply in time."""
+    """Call a function with the number of each process on that process's node; return None for each one that
+    does not reply in time."""
     task = ray.remote(function)
     references = {}
     for index, process in enumerate(processes):

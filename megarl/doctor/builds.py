@@ -84,6 +84,7 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
         gpus: the machine has them.
         python: its version, for example ``3.12.4``; None for the one that runs this.
     """
+    # A Python that was built between two releases ends in +, which packaging refuses.
     version = Version((python or platform.python_version()).rstrip("+"))
     for name in BUILT_FOR_EACH_OTHER:
         wanted = _wanted_python(name)

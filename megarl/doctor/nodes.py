@@ -257,6 +257,8 @@ class Adder:
         right = bool((summed == world * (world + 1) / 2).all())
         seconds = []
         for _ in range(REPEATS):
+            # All ranks begin a sum together: the time would else include
+            # waiting for the rank that came last.
             dist.barrier()
             here.synchronize()
             start = time.perf_counter()

@@ -71,6 +71,7 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
     numbers = [float(value) for value in values]
     if not numbers:
         raise ValueError(f"{reduction.name} of no values is undefined; give at least one value")
+    # min and max of Python keep a NaN or lose it, by its position.
     if any(math.isnan(number) for number in numbers):
         return math.nan
     if reduction is Reduction.MIN:

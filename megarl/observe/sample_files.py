@@ -227,6 +227,7 @@ def shorten(text: str, limit: int) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
+        # Python reads NaN and Infinity, which are no JSON; in a file that somebody edited they are unknown.
         row = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None

@@ -205,6 +205,7 @@ class MlflowSink:
         params = [
             self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")
         ]
+        # MLflow refuses a batch of more parameters.
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
         return run_id

@@ -145,6 +145,7 @@ def step_fields(
         optional.append(("throughput", f"{_thousands(throughput):>4} tok/s"))
     step_seconds = first_number(metrics, (_TIMING_PREFIX + STEP_SECONDS, STEP_SECONDS))
     if step_seconds is not None:
+        # In front, because it is the last of these to give way.
         optional.insert(0, ("time", f"{format_seconds(step_seconds):>5}"))
     if eta_s is not None:
         optional.append(("eta", f"ETA {format_seconds(eta_s)}"))

@@ -352,6 +352,7 @@ class Case:
     def __str__(self) -> str:
         """Return the line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
+        # The first two, backend and seed, are always written.
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:

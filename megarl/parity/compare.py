@@ -285,6 +285,7 @@ def _call(
     found += [
         one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")
     ]
+    # Of both sides: a metric that one of them lacks is NaN there, and so out of bounds.
     for name in sorted({*reduced, *wanted} - {"grad_norm"}):
         found.append(
             one(

@@ -22,9 +22,9 @@ _SHARES = {
     ),
     **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
 }
-# Of an option that the table above does not have.
+# Probability of an option that the table above does not have.
 _SHARE = 0.4
-# What an option says something about.
+# The option that each option needs.
 _NEEDS = {
     **dict.fromkeys(("approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"), "kl"),
     **dict.fromkeys(("tis", "icepop", "seq-mask"), "is"),

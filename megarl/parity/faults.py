@@ -89,6 +89,7 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
             "text that is there once"
         )
     changed = source.replace(fault.old, fault.new)
+    # dont_inherit: this file's own __future__ imports must not change what is compiled.
     before, after = (
         dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
         for text in (source, changed)

@@ -118,6 +118,7 @@ def _algorithm(case: Case) -> Any:
     """Return the algorithm without its models: as far as it makes advantages."""
     kind, options = case.advantages_kind, case.advantages_options
     classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
+    # Not by its __init__, which wants models; what is read of it is set below.
     algorithm: Any = object.__new__(classes.get(kind, GRPO))
     low, high = numbers_of(case.advantages, "clip") if "clip" in options else (None, None)
     algorithm.config = {

@@ -298,6 +298,7 @@ def _save_config(case: Case, config: Any, directory: Path) -> None:
 
 
 def _name(case: Case) -> str:
+    # Whatever config or weights depend on has to be in the name: cases of one name share a directory.
     sizes = (str(getattr(case, name)) for name in _SIZES)
     words = [
         case.family,

@@ -125,8 +125,8 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
         return _noisy(scores, SPREAD * size * torch.finfo(torch.float32).eps, generator)
 
     if case.likeliest:
-        # of a teacher that is nearly certain, what the others have is a difference of 1 and a sum that
-        # float32 rounds
+        # If the teacher is nearly certain, the probability of the other tokens is 1 minus a sum, which
+        # float32 rounds; so the teacher's logits get rounding errors too.
         teacher = batch["teacher_topk_logits"]
         errors = torch.randn(teacher.shape, generator=generator) * teacher.abs().clamp(min=1.0)
         batch = {**batch, "teacher_topk_logits": teacher + SPREAD * torch.finfo(torch.float32).eps * errors}

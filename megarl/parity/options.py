@@ -135,6 +135,7 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
     for word in words:
         name, *numbers = word.split(":")
         options[name] = tuple(None if number == "none" else float(number) for number in numbers)
+    # Read-only, as all callers get the same one from the cache.
     return kind, MappingProxyType(options)
 
 

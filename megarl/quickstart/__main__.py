@@ -51,6 +51,7 @@ TASKS = {"arithmetic": "", "calculator": "calculator-"}
 """What is learned, and what the names of its two recipes begin with."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE, GUESS_SHARE = 0.6, 0.7
+# One for every seed of a run, so that all are measured by the same problems.
 VALIDATION_SEED = 1000
 
 
@@ -305,6 +306,7 @@ def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[st
     from megarl.quickstart.material import evaluate_checkpoint
 
     if task == "arithmetic":
+        # Three tokens: an answer has one or two digits, a token each, and then the end.
         return {"accuracy_transformers": evaluate_checkpoint(exported, validation, max_new_tokens=3)}
     from megarl.quickstart.calculator import evaluate_conversations
 
@@ -326,6 +328,7 @@ def _train(config: Mapping[str, Any]) -> None:
 
 def _export(run_dir: Path) -> Path:
     """Return the Hugging Face model that a run left."""
+    # By number: as text, step_60 would come behind step_100.
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 

@@ -419,7 +419,7 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    # The merges are in its JSON alone.
+    # The tokenizer's backend exposes its merges only in its JSON.
     model = json.loads(backend.to_str())["model"]
     tokenizer = _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
     tokenizer.add_tokens(list(marks))
@@ -490,6 +490,7 @@ def make_model(out_dir: str | Path, seed: int, family: str = "qwen2") -> Path:
 def save_new_model(out_dir: str | Path, seed: int, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
     """Save a model of ``family`` that has the tokens of ``tokenizer``, as ``make_model`` does."""
     config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, family)
+    # devices=[]: by default fork_rng keeps the state of every GPU, and starts CUDA for that.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

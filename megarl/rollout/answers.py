@@ -116,7 +116,7 @@ def _marked_numbers(response: str) -> list[str | None]:
     number."""
     numbers: list[str | None] = []
     for found in _MARKED_NUMBER.finditer(response):
-        # the pattern of a number takes a comma after it
+        # The pattern of a number also matches a comma after the number, so strip it.
         end = found.start(1) + len(found[1].rstrip(","))
         is_number = not _GOES_ON.match(found[2]) and not _ALTERNATIVE.match(response, end)
         numbers.append(found[1] if is_number else None)

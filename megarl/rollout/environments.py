@@ -286,6 +286,7 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
     try:
         with time_limit(_ANSWER_SECONDS):
             found = find(response)
+    # Both: OutOfTimeError is no Exception, so that libraries which catch those let it through.
     except (OutOfTimeError, Exception) as error:
         logger.debug("no final answer was found: %s", error)
         return None
@@ -314,6 +315,7 @@ def make_environment(section: EnvConfig) -> Environment:
         for name, inner in named.items():
             environments[name] = _made(inner, f"env.{name}.environment")
     except BaseException:
+        # Those that are made have processes and threads, and nobody else knows of them yet.
         NamedEnvironments(environments).close()
         raise
     return NamedEnvironments(environments)

@@ -492,6 +492,7 @@ class EpisodeRunner:
         episode.masked |= masked
         # Added: a judge of whole conversations comes after the rewards of the turns.
         episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
+        # Summed over turns as the rewards are: metrics, samples and gdpo's advantages read them.
         for name, values in said.parts.items():
             value = None if values[row] is None else number_of(values[row])
             if value is not None:

@@ -179,6 +179,7 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
     for name in exact:
         # a version of the library without one of them would round again, and nobody would know
         getattr(grader, name)
+    # math_verify takes no functions to compare by: its grader calls these by their names in the module.
     with patched(*((grader, name, function) for name, function in exact.items())):
         return library.verify(
             [_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None
@@ -264,6 +265,7 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
             {symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)}
             for first in (2, 5, 8)
         ]
+    # Of its own: what was compared before must not move the points.
     chooser = random.Random(len(symbols))
 
     def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:

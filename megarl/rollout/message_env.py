@@ -141,6 +141,7 @@ class MessageEnvironment:
         )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = 0
+        # An attribute only then: whoever runs episodes asks whether there is one.
         if judge is not None:
             self.judge = judge
 
@@ -215,6 +216,7 @@ class MessageEnvironment:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
+    # An exception of a user's own may fail in its own __str__, which would end the run.
     except Exception as another:
         return f"(its text fails: {type(another).__name__})"
 

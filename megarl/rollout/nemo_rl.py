@@ -91,6 +91,7 @@ class NemoRLEnvironment:
     """
 
     def __init__(self, kind: Any, section: EnvConfig) -> None:
+        # The class itself and no actor of Ray's, as it is called in this process.
         self._environment = class_of_actor(kind)(dict(section["options"]))
         self._timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
         self._told = 0

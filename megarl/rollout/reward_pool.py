@@ -258,6 +258,7 @@ class RewardPool:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
             return False
+        # A reward whose time is not known yet counts as slow: one task at a time.
         return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
 
     def _wait_for_news(self) -> Iterable[int]:
@@ -389,6 +390,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # A buffered read of standard error would wait for 64 KiB before a line is shown.
             bufsize=0,
             start_new_session=True,
         )

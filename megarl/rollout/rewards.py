@@ -434,9 +434,9 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         "answer": task.answer,
         "record": dict(task.record),
     }
-    # text of a model may hold halves of surrogate pairs, which JSON writes as escapes
+    # A response may contain lone surrogates. JSON escapes them, so that ASCII encoding cannot fail.
     body = json.dumps(question).encode("ascii")
-    # all pauses together are less than half of the time
+    # The pauses take less than half of `timeout_s` in total.
     pause = min(_LONGEST_PAUSE, timeout_s / 2.0**attempts)
     each_s = (0.95 * timeout_s - pause * (2.0 ** (attempts - 1) - 1)) / attempts
     fault, kind = "", RewardError

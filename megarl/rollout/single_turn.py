@@ -261,6 +261,7 @@ class SingleTurn:
         """Return the tasks of the pool, with a key each: the responses of one reward after those of another,
         so that the slow ones of both are spread."""
         full = self._tasks(turn)
+        # What a reward does not read need not go through the pipe to its process.
         short = (
             [task._replace(prompt="", record={}) for task in full]
             if any(part.reward.wants_record for part in self._parts)
@@ -335,6 +336,7 @@ class SingleTurn:
             RewardError: a reward function does so, which is its own fault and no response's.
         """
         for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
+            # An import that failed is an outage with a trace, and does not come back (``score_of``).
             fails = len(column) > 1 and all(score.fault == "error" or score.trace for score in column)
             self._failing[part.name] = self._failing.get(part.name, 0) + len(column) if fails else 0
             if fails:

@@ -105,6 +105,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
         return ResumePoint()
     try:
         step = int(read_info(checkpoint)["step"])
+    # A CheckpointError too; but what cannot be read now may well be a checkpoint.
     except StorageError:
         raise
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -212,6 +213,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     """Which weights were evaluated; a model's directory by its whole path."""
     model = config["policy"]["model_name"]
     return {
+        # ``result_path`` compares it with earlier results, from whatever working directory.
         "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
         "adapter": config["policy"]["merged_adapter"],
         "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),

@@ -239,6 +239,7 @@ def _run_steps(
         )
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
+                # Open while the row is made: the seconds until then are in it, and the rest in the next one.
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(
                     checkpoints.saving(
@@ -272,6 +273,7 @@ def _run_steps(
                     return step
     if checkpoints is not None:
         checkpoints.settle(wait=True, is_last=lambda: True)
+    # A run that goes on from a checkpoint behind its last step trains none, and is there already.
     return max(schedule.total_steps, first_step)
 
 

@@ -100,6 +100,7 @@ class MemoryOfNodes:
         failed = self._answers(calls)[1]
         for node, reason in failed.items():
             logger.warning("node %s does not free its memory of a checkpoint: %s", self._names[node], reason)
+        # Of the other nodes the call has failed: their actors serve the next checkpoint, or have died.
         for node in [node for node in failed if not _has_answered(calls[node])]:
             # Ray starts it again, so that the next checkpoint may wait there.
             _kill(self._actors[node], no_restart=False)

@@ -179,6 +179,7 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     needed = nodes * ranks + (math.prod(apart) if apart is not None else 0)
     said = env.text("MEGARL_DEVICE", "auto")
     wanted, present = {config["cluster"]["device"], said} - {"auto"}, _visible_gpus()
+    # auto without a GPU is the CPU; ``start.uses_gpus`` refuses it where GPUs are to be expected.
     if "cpu" in wanted or not (wanted or present):
         workers, slots = needed * len(model_roles(config)), local_slots()
         if workers > slots:
@@ -309,6 +310,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
     address = _ray_address()
     if address is None or address == "auto":
         return
+    # urlsplit takes HOST:PORT without a scheme for a scheme and a path, and finds no host.
     place = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         socket.create_connection((place.hostname or "", place.port or 6379), timeout=_LOOK_S).close()
@@ -350,6 +352,7 @@ def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
             if _is_ours(process)
         )
         yield "ulimit -u", soft, used
+    # A container sees its own group here. The root group of a host has no pids.max, which is no limit.
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "pids.max").read_text().strip()
@@ -438,6 +441,7 @@ class _HubLook(threading.Thread):
         )
 
         try:
+            # A HEAD request, which the hub refuses for the same reasons as a download.
             get_hf_file_metadata(hf_hub_url(self.model, "config.json"), timeout=_LOOK_S)
             self.fault = None
         except GatedRepoError:

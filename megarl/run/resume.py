@@ -380,6 +380,7 @@ class CheckpointWriter:
         current, failure = self.in_flight.pop(), None
         try:
             self.seconds[0] = current.write.wait(self.longest_s)
+            # The process that wrote it has flushed its files and made its manifest (``Write.wait``).
             self.manager.finalize_checkpoint(current.path, is_sealed=True)
         except (CheckpointError, OSError) as error:
             failure = error

@@ -85,6 +85,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
     from megarl.distributed.ray_watch import silent_seconds, watch_ray
 
+    # A Ray that somebody else has started is theirs: it is neither watched nor ended here.
     if ray.is_initialized():
         _import_for_driver()
         return
@@ -114,6 +115,7 @@ def _load_openmp() -> None:
     torch = importlib.util.find_spec("torch")
     name = "OMP_WAIT_POLICY"
     with env.variables({name: env.text(name) or "PASSIVE"}), contextlib.suppress(OSError):
+        # torch brings a libgomp of its own, in some builds with a hash in its name.
         for library in Path(str(torch and torch.origin)).parent.glob("lib/libgomp*"):
             ctypes.CDLL(str(library))
 

@@ -36,6 +36,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
+# SIGUSR1 is what sbatch --signal=B:USR1@SECONDS sends, SIGHUP comes of a terminal that closes.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # What a step and a save may take of the notice that a launcher
 # gives, before the run warns that it may be too short.

@@ -79,6 +79,7 @@ def read_time(text: str, now: float | None = None) -> float:
         return now + 3600 * hours + 60 * minutes + seconds
     try:
         end = datetime.datetime.fromisoformat(text.strip()).timestamp()
+    # The latter two: timestamp() goes through mktime, which has no seconds for dates far away.
     except (ValueError, OverflowError, OSError):
         raise ValueError(
             f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters "

@@ -318,6 +318,7 @@ def _checkpoints(
     directory: Path, hashes: bool, now: float, key: bytes | None
 ) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
     """Return steps that have a checkpoint, the one that a resume would take, and those that were begun."""
+    # Without a lock: what is unfinished may be a live run's, and a manager that holds one removes it.
     manager = CheckpointManager({"enabled": True, "checkpoint_dir": str(directory)}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()

@@ -340,4 +340,5 @@ def _json(data: Any) -> str:
     text = UNSAFE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False)
     )
+    # Within a script element a browser knows no strings: </script ends it wherever it is.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -70,6 +70,7 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
 def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
     """A model that no step trains has nothing beside its weights, but for what is merged into them."""
     _require_adapters(view)
+    # ``model_view`` takes the algorithm out of the view of a model that no step trains.
     if view.get("algorithm") is None:
         bound, fix = (
             "nothing trains this model",

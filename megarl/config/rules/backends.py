@@ -15,6 +15,7 @@ HAND_WRITTEN_PLANS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 def backend_of(view: View) -> str:
     """The backend a policy runs on: ``megatron``, ``dtensor`` or, with neither enabled, ``fsdp1``."""
+    # Raises where there is no policy, so that no rule on its backend applies.
     view["policy"]
     if view.get(f"{MEGATRON}.enabled", False):
         return "megatron"

@@ -130,6 +130,7 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
     """There is a loss of the way of learning, and it can teach something."""
+    # For what it requires: the rule is about algorithms that have teachers.
     teachers_of(view)
     view.require(not view.has_faults(SECTION))
     mode = view[f"{SECTION}.mode"]

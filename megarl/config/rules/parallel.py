@@ -46,6 +46,7 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
         sizes = (1, view[f"{DTENSOR}.context_parallel_size"], view[f"{DTENSOR}.tensor_parallel_size"])
     else:
         sizes = (1, 1, 1)
+    # Smaller sizes are reported as out of range; here they would be divided by.
     view.require(min(sizes) >= 1)
     return sizes
 
@@ -147,6 +148,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
+    # Ranks that do not divide are the rule above's.
     view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"

@@ -84,6 +84,7 @@ def _faulty(view: View, path: str) -> bool:
 
 def megatron_trains(view: View) -> Iterator[Violation]:
     """A policy that an algorithm trains has an optimizer."""
+    # Never None: the property raises without an algorithm, and the rule then does not apply.
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
@@ -213,9 +214,9 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     if not callable(found):
         return f"it is {found!r:.60}, and a class is wanted"
     try:
-        # A copy, which the user's class may change.
+        # Pass a copy, because the user's class may change it.
         made = found(copy.deepcopy(dict(section)))
-    # a user's code may fail in any way, and end itself
+    # A user's code may raise anything, SystemExit included.
     except (Exception, SystemExit) as error:
         return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
@@ -720,7 +721,8 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
-    # The unit that suits the micro-batches too comes first, so that the first proposal mends both rules.
+    # The multiple that also fits the micro-batch size comes first, so that the first proposal satisfies both
+    # rules.
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
     if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:

@@ -75,6 +75,7 @@ def _single_turn(view: View) -> bool:
 
 
 def _has_teachers(view: View) -> bool:
+    # For what it requires: it raises for an algorithm that has no teachers.
     teachers_of(view)
     return not view.has_faults(DISTILLATION)
 

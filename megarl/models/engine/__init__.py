@@ -1,6 +1,7 @@
 """The engine that all backends share: micro-batches, heads, passes, the worker's methods.
 
-torch's notices about collectives by names that its older releases need are silenced here, for every backend.
+For every backend, it silences torch's warnings about collective functions whose names older releases of torch
+still need.
 """
 
 import warnings

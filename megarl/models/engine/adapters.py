@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what is the same on every backend.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the parts that all backends share.
 
-Beside the weight W [out, in] of a linear layer stand A [r, in] and B [out, r]; the layer computes with W + s
-B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and
+The weight W [out, in] of a linear layer gets two factors, A [r, in] and B [out, r]; the layer computes with W
++ s B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and
 factors have PEFT's names, whatever a backend fuses.
 """
 
@@ -46,17 +46,17 @@ class AdapterSettings:
     """Settings of ``policy.peft``.
 
     Attributes:
-        rank: of every adapter.
-        alpha: of the configuration.
+        rank: rank of every adapter.
+        alpha: alpha as configured.
         rank_stabilized: ``scaling`` is alpha / sqrt(rank).
         dropout: share of values that training drops.
-        drops_input: of the adapter's input; else of its output.
-        init: how A begins.
-        targets, excluded: patterns of layers that have an adapter, and of those that have none.
-        parameters: patterns of stacks of experts that have one.
-        start: PEFT directory that training goes on from.
-        base: the model of the adapters, as the configuration names it.
-        scores: the model has a score layer, which is trained whole and stored with the adapters.
+        drops_input: drop values of the adapter's input; otherwise of its output.
+        init: initialisation of A.
+        targets, excluded: patterns of layers that get an adapter, and of those that get none.
+        parameters: patterns of stacks of experts that get an adapter.
+        start: PEFT directory from which training continues.
+        base: the adapters' base model, as the configuration names it.
+        scores: the model has a score layer, which is trained in full and stored with the adapters.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class AdapterSettings:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> AdapterSettings | None:
-        """The settings of a filled-in policy section; None where all weights are trained."""
+        """Return the settings of a filled-in policy section; None if all weights are trained."""
         section = adapters_of(policy)
         if section is None:
             return None
@@ -96,14 +96,14 @@ class AdapterSettings:
 
     @property
     def scaling(self) -> float:
-        """Return the factor s on the product B A."""
+        """The factor s on the product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def chosen_stacks(self, stacks: Sequence[Stack]) -> list[Stack]:
-        """Return the stacks of experts that have an adapter.
+        """Return the stacks of experts that get an adapter.
 
         Raises:
-            ConfigError: a pattern names none.
+            ConfigError: a pattern matches no stack.
         """
         known = (
             ", ".join(dict.fromkeys(".".join(stack.name.split(".")[-2:]) for stack in stacks))
@@ -125,17 +125,18 @@ class AdapterSettings:
         named: Collection[str] = (),
         stacks: Sequence[Stack] = (),
     ) -> list[str]:
-        """Return the layers that have an adapter.
+        """Return the layers that get an adapter.
 
         Args:
-            layers: names of all that may have one.
-            others: names of the matrices that cannot: routers.
-            named: names of the layers that have one where a pattern names them alone: of experts, embedding,
+            layers: names of all layers that may get an adapter.
+            others: names of the matrices that cannot have an adapter: routers.
+            named: names of the layers that get an adapter only if a pattern names them: experts, embedding,
                 output layer.
-            stacks: of ``chosen_stacks``.
+            stacks: from ``chosen_stacks``.
 
         Raises:
-            ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
+            ConfigError: a pattern matches nothing, or a matrix that cannot have an adapter; or no layer is
+                left.
         """
         # Without a pattern all linear layers, but never what has
         # to be named: experts, embedding, output layer.
@@ -176,8 +177,8 @@ class AdapterSettings:
         stacks: Collection[str] = (),
         other_stacks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the ``adapter_config.json`` of adapters of some of a model's matrices, and of its stacks
-        of experts."""
+        """Return the ``adapter_config.json`` for adapters of some of a model's matrices and stacks of
+        experts."""
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
         ends -= {name.rpartition(".")[2] for name in rest}
@@ -203,14 +204,14 @@ class AdapterSettings:
 
 
 class AdapterSwitch:
-    """Says whether the layers of a model compute with their adapters."""
+    """Switch that decides whether the layers of a model compute with their adapters."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is its base."""
+        """Switch the adapters off inside the context, so that the model computes with its base weights."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -219,18 +220,18 @@ class AdapterSwitch:
 
 
 class FirstFactors:
-    """The values that adapters begin with, whole; the same on all ranks, in every layout and on every
+    """The initial values of adapters as full tensors, equal on all ranks, in every layout and on every
     backend.
 
     Args:
-        settings: of the adapters.
-        modules: names of all layers of the model that have one.
-        seed: of the random matrices A.
-        stacks: of experts that have one.
+        settings: settings of the adapters.
+        modules: names of all layers of the model that have an adapter.
+        seed: seed of the random factors.
+        stacks: stacks of experts that have an adapter.
 
     Raises:
-        ConfigError: the PEFT directory to go on from has another rank, scale or other layers.
-        ConversionError: it is damaged, or no plain LoRA.
+        ConfigError: the PEFT directory to continue from has another rank, another scale or other layers.
+        ConversionError: that directory is damaged, or does not hold a plain LoRA.
     """
 
     def __init__(
@@ -244,8 +245,8 @@ class FirstFactors:
             self._require_same(self._source, modules)
 
     def read(self, module: str, letter: str, width: int) -> torch.Tensor:
-        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]. Of a
-        new adapter B is zero, of an embedding's A, and B normal."""
+        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]. In a
+        new adapter B is zero; in a new adapter of the embedding, A is zero and B normal."""
         shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
         if self._source is not None:
             stored = self._read(self._source, module, letter).float()
@@ -274,13 +275,13 @@ class FirstFactors:
         return torch.randn(shape, generator=generator) * deviation
 
     def score(self) -> torch.Tensor | None:
-        """Return the score layer [1, h] of the adapter to go on from; None where there is none to go on
-        from."""
+        """Return the score layer [1, h] of the adapter to continue from; None if there is no such adapter, or
+        the model has no score layer."""
         return self._source.read(SAVED_SCORE) if self._source is not None and self._settings.scores else None
 
     def base_of(self, module: str) -> torch.Tensor | None:
-        """Return the weight of the base that the adapter to go on from has with it, as PEFT keeps those of
-        embedding and output layer."""
+        """Return the base weight that is stored with the adapter to continue from, as PEFT does for embedding
+        and output layer; None if there is none."""
         name = f"{PEFT_PREFIX}{module}{_BASE}"
         return self._source.read(name) if self._source is not None and name in self._source.keys() else None
 
@@ -295,7 +296,7 @@ class FirstFactors:
         return self._recent[name][rows, columns]
 
     def forget(self) -> None:
-        """Let go of what was read, once all factors have their values."""
+        """Release the tensors that were read, once all factors have their values."""
         self._recent = {}
 
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
@@ -331,19 +332,19 @@ class FirstFactors:
 
 
 def factor_name(module: str, letter: str) -> str:
-    """Return what PEFT calls a factor in its files."""
+    """Return the name of a factor in PEFT's files."""
     if is_embedding(module):
         return f"{PEFT_PREFIX}{module}.lora_embedding_{letter}"
     return f"{PEFT_PREFIX}{module}.lora_{letter}.weight"
 
 
 def is_embedding(module: str) -> bool:
-    """Return whether a layer is the embedding of tokens, by its name."""
+    """Return whether a layer is the token embedding, by its name."""
     return module.endswith("embed_tokens")
 
 
 def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
-    """Refuse an adapter of embedding or output layer where they are one matrix."""
+    """Raise if the embedding or output layer is to have an adapter although the two are tied."""
     for pattern in settings.targets if is_tied else ():
         for name in ("lm_head", "model.embed_tokens"):
             if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
@@ -358,7 +359,8 @@ def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
 def refuse_dropped_outputs(
     chosen: Collection[str], vocabulary: Iterable[str], settings: AdapterSettings
 ) -> None:
-    """Refuse to drop logits, which are not there at one time; nor does PEFT."""
+    """Raise if dropout after the adapter would drop logits, which never exist all at once; PEFT does not drop
+    them either."""
     if (
         settings.dropout
         and not settings.drops_input
@@ -369,12 +371,12 @@ def refuse_dropped_outputs(
 
 
 def refuse_other_base(module: str, settings: AdapterSettings) -> None:
-    """Refuse to go on from an adapter that brings another embedding or output layer than the model has. A
+    """Raise if the adapter to continue from contains another embedding or output layer than the model has. A
     collective over the world.
 
     Args:
-        module: the one of this rank that is another; empty for none.
-        settings: of the adapters.
+        module: the layer of this rank that differs; empty for none.
+        settings: settings of the adapters.
     """
     everywhere = [""] * dist.get_world_size()
     # All ranks raise alike: a rank with the right rows would go on into the next collective.
@@ -387,14 +389,14 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
 
 
 def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:
-    """Return values with a share of them dropped while the module trains."""
+    """Return ``values`` with a share of them dropped while the module is in training mode."""
     return nn.functional.dropout(values, share) if share and module.training else values
 
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return W + s B A of a shard, added up in float32 and rounded once to the dtype of W, which is left as
-    it is.
+    """Return W + s B A of a shard, summed in float32 and rounded once to the dtype of W, which is not
+    changed.
 
     Args:
         weight: [m, n].
@@ -409,8 +411,8 @@ def write_peft(directory: Path, peft: Mapping[str, Any], factors: Mapping[str, t
     """Write a directory that ``peft.PeftModel.from_pretrained`` reads.
 
     Args:
-        directory: made here.
-        peft: of ``AdapterSettings.as_peft``.
+        directory: is created here.
+        peft: from ``AdapterSettings.as_peft``.
         factors: by PEFT's names, on the CPU.
     """
     directory.mkdir()

@@ -1,9 +1,9 @@
 """Portable attention: one function that every backend calls when it has no fused kernel of its own.
 
-Causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any
+It is causal, with grouped-query heads, a sliding window, packed sequences and context parallelism in any
 combination. Shapes: B batch, S query length, K key length, H query heads, G key-value heads, D head
-dimension. On a CUDA device, in 16 bit, whatever would need a mask or many calls (packed sequences, windows,
-gathered keys of context-parallel ranks) goes through one call of a FlashAttention kernel where there is one,
+dimension. On a CUDA device, in 16 bit, every case that would need a mask or many calls (packed sequences,
+windows, gathered keys of context-parallel ranks) uses one call of a FlashAttention kernel if there is one,
 which has not been run yet; elsewhere attention is computed sequence by sequence.
 """
 
@@ -29,11 +29,11 @@ Kernel = Callable[..., Any]
 
 @functools.cache
 def varlen_kernel() -> Kernel | None:
-    """``torch.nn.attention.varlen.varlen_attn``, where this torch has it with windows and a scale (from 2.11
-    on); otherwise None.
+    """Return ``torch.nn.attention.varlen.varlen_attn`` if this torch has it with windows and a scale (from
+    2.11 on), otherwise None.
 
-    Its kernel takes grouped-query heads in any case; from 2.12 on the function in front of it wants to be
-    told.
+    Its kernel accepts grouped-query heads in any case; from 2.12 on the function requires an argument that
+    enables them.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -47,18 +47,18 @@ def varlen_kernel() -> Kernel | None:
 
 
 def serves(query: torch.Tensor) -> bool:
-    """Return whether the kernel takes tensors like this one."""
+    """Return whether there is a ``varlen_kernel`` that accepts tensors like this one."""
     return takes_flash(query) and varlen_kernel() is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of queries, each with the keys that it sees, in the form that a kernel takes.
+    """Runs of queries, each with the keys that it sees, in the form that a kernel expects.
 
     Attributes:
-        queries, keys: [N + 1] int32, where each run begins; the last entry is the end.
-        longest_queries, longest_keys: the longest run of each.
-        order: [K] int64, the keys of all runs, one behind the other; None where they are in that order.
+        queries, keys: [N + 1] int32, the first position of each run; the last entry is the end.
+        longest_queries, longest_keys: length of the longest run of each.
+        order: [K] int64, the keys of all runs, concatenated; None if they are already in that order.
     """
 
     queries: torch.Tensor
@@ -71,14 +71,14 @@ class Runs:
 # every layer of a micro-batch asks for the same ones, and rows of one shape come again
 @functools.lru_cache(maxsize=32)
 def offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[N + 1] int32 on the device, for which the host does not wait."""
+    """Return ``starts`` as [N + 1] int32 on the device, without making the host wait."""
     return sent_to(torch.tensor(starts, dtype=torch.int32), device)
 
 
 @functools.lru_cache(maxsize=32)
 def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: torch.device) -> Runs:
-    """The runs of context-parallel rank ``rank`` of ``size``, of rows in which sequences begin at ``starts``,
-    the last entry the end."""
+    """Return the runs of context-parallel rank ``rank`` of ``size``, for rows in which sequences begin at
+    ``starts``, whose last entry is the end."""
     pieces = _pieces(starts, ContextShare(rank, size))
     queries, keys = ([piece[which].stop - piece[which].start for piece in pieces] * rows for which in (0, 1))
     order = None
@@ -100,12 +100,13 @@ def varlen_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of runs of queries, each over its own keys, of which the queries are the last.
+    """Compute causal attention of runs of queries, each over its own keys; the queries are the last positions
+    of the keys.
 
     Args:
         query: [B, H, S, D].
         key, value: [B, G, K, D].
-        runs: of the queries and keys of all rows, one row behind the other.
+        runs: runs of the queries and keys of all rows, concatenated.
         kernel: called like ``varlen_attn``.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
@@ -137,8 +138,8 @@ class SequenceLayout:
     """Layout of sequences along the sequence dimension that attention sees.
 
     Attributes:
-        starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is
-            the end. None when each batch row is one sequence.
+        starts: first position of each packed sequence, counted over all context-parallel ranks; the last
+            entry is the end. None when each batch row is one sequence.
         context: the ranks that share every sequence.
     """
 
@@ -158,8 +159,8 @@ def causal_attention(
     sinks: torch.Tensor | None = None,
     row_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in which the queries are the *last* S of K positions (all of them when training, a few
-    when decoding with a cache).
+    """Compute causal attention in which the queries are the *last* S of K positions (all of them when
+    training, a few when decoding with a cache).
 
     Args:
         query: [B, H, S, D].
@@ -167,10 +168,11 @@ def causal_attention(
         value: [B, G, K, D].
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
-        sinks: [H] logits, one a head, that take their share of every softmax next to the scores and have no
-            value; None for none.
-        row_lengths: [B] int64, of each row its last positions that are no padding on the left, which nothing
-            but itself sees; a row may have more of them than there are keys. None for no padding.
+        sinks: [H] logits, one per head, that take part in every softmax next to the scores and have no value;
+            None for none.
+        row_lengths: [B] int64, the number of last positions of each row that are not padding on the left; a
+            padded position is seen only by itself. A length may exceed the number of keys. None for no
+            padding.
 
     Returns:
         [B, H, S, D] in the dtype of ``query``.
@@ -206,8 +208,8 @@ def _of_one_query(
     scale: float | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one
-    keys would be repeated."""
+    """Compute attention of one query per row, with the heads of a group as queries of the group's keys. No
+    kernel that takes a mask takes groups, and without a mask the kernel would repeat the keys."""
     # With one query a row the heads of a group may stand for queries: all of them see the same keys.
     each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     return (
@@ -224,15 +226,15 @@ def cached_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over a cache, of which a mask tells what the query sees: no shape depends
-    on how full the cache is.
+    """Compute attention of one query per row over a cache, with a mask of the positions that the query sees,
+    so that no shape depends on how full the cache is.
 
     Args:
         query: [B, H, 1, D].
         key: [B, G, K, D].
-        value: [B, G, K, V]; V may be another width than D.
+        value: [B, G, K, V]; V may differ from D.
         mask: [B, 1, 1, K] of the dtype of ``query``: 0 where a key is seen, minus infinity elsewhere; each
-            row sees one at least.
+            row sees at least one key.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         sinks: as in ``causal_attention``.
 
@@ -259,7 +261,8 @@ def _seen_by_last(
 def _seen(
     queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Mask of the keys that a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
+    """Return the mask of the keys that each query sees: [queries, keys] bool, or with padding [B, 1, queries,
+    keys]."""
     # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
     if window is not None:
@@ -280,14 +283,15 @@ def _with_sinks(
     sinks: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The sinks as one more key, in front of the others, which every query sees and whose value is zero.
+    """Compute attention with the sinks as one more key, in front of the others, which every query sees and
+    whose value is zero.
 
     One more element of queries and keys gives that key its score: the head's logit times 1, and 0 for the
     other keys.
 
     Args:
         query, key, value, scale, sinks: as in ``causal_attention``.
-        mask: of the other keys, bool or what is added to scores; broadcast to [B, H, S, K].
+        mask: mask of the other keys, either bool or added to scores; broadcast to [B, H, S, K].
     """
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
@@ -319,20 +323,20 @@ def attention(
     sinks: torch.Tensor | None = None,
     row_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside every sequence of ``layout``.
+    """Compute causal attention inside every sequence of ``layout``.
 
     Args:
         query: [B, H, s, D], this context rank's part; packed sequences have B = 1.
-        key: [B, G, s, D]; with a key-value cache more positions than queries, which are the last.
-        value: [B, G, s, V]; V may be another width than D.
+        key: [B, G, s, D]; with a key-value cache there are more positions than queries, and the queries are
+            the last ones.
+        value: [B, G, s, V]; V may differ from D.
         layout: packed sequences and context parallelism. Packed lengths, and without packing the row length,
             are multiples of 2 * context size.
-        scale, window, sinks, row_lengths: as in ``causal_attention``; sinks do not go with a ring of
-            context-parallel ranks, and padding on the left neither with packed sequences nor with context
-            parallelism.
+        scale, window, sinks, row_lengths: as in ``causal_attention``. Sinks cannot be combined with a ring of
+            context-parallel ranks, nor padding on the left with packed sequences or context parallelism.
 
     Returns:
-        [B, H, s, V], the part of the queries.
+        [B, H, s, V], for this rank's queries.
     """
     if value.shape[3] != key.shape[3]:
         same = functools.partial(
@@ -368,14 +372,14 @@ def attention(
 
 
 def _starts(query: torch.Tensor, layout: SequenceLayout) -> tuple[int, ...]:
-    """Return where sequences begin in the sequence dimension, over all context-parallel ranks; the last entry
-    is the end."""
+    """Return the first position of each sequence in the sequence dimension, over all context-parallel ranks;
+    the last entry is the end."""
     return layout.starts or (0, query.shape[2] * layout.context.size)
 
 
 def _parts(tensor: torch.Tensor, slices: Sequence[slice]) -> Sequence[torch.Tensor]:
-    """The slices of dimension 2. Where they cover it one after another it is split: then its gradient is
-    joined once, where slices would give one of the whole size each."""
+    """Return slices of dimension 2. If the slices cover the dimension in order, the tensor is split, so that
+    its gradient is concatenated once; each single slice would get a gradient of the full size."""
     end_to_end = all(one.stop == other.start for one, other in itertools.pairwise(slices))
     if end_to_end and slices[0].start == 0 and slices[-1].stop == tensor.shape[2]:
         return tensor.split([piece.stop - piece.start for piece in slices], dim=2)
@@ -385,8 +389,8 @@ def _parts(tensor: torch.Tensor, slices: Sequence[slice]) -> Sequence[torch.Tens
 def _of_equal_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel
 ) -> torch.Tensor:
-    """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros,
-    which change no score and give zeros that are dropped."""
+    """Call an attention function that requires keys and values of one width: the narrower ones are padded
+    with zeros, which change no score, and the zeros in the result are dropped."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
     # The scale is that of the true width of the keys, not of the filled one.
@@ -396,8 +400,8 @@ def _of_equal_widths(
 
 
 def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice, slice]]:
-    """Return for each run of this rank's queries: where it stands here, and the keys of its sequence up to
-    its end."""
+    """Return for each run of this rank's queries its slice of the queries, and the slice of the keys of its
+    sequence up to the run's end."""
     pieces, done = [], 0
     for start, end in itertools.pairwise(starts):
         for first, last in context.chunks(start, end):
@@ -410,7 +414,8 @@ def _pieces(starts: tuple[int, ...], context: ContextShare) -> list[tuple[slice,
 def _whole_keys_and_values(
     key: torch.Tensor, value: torch.Tensor, starts: tuple[int, ...], context: ContextShare
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, G, s, D] of every rank to [B, G, S, D] in order, both in one collective."""
+    """Gather keys and values [B, G, s, D] of every rank into [B, G, S, D] in order, both in one
+    collective."""
     # The sequence in front, where gather_shared puts parts together; one collective for both.
     both = torch.stack([key, value]).movedim(3, 0)
     whole = gather_shared(both, starts, context).movedim(0, 3)

@@ -1,5 +1,5 @@
-"""Backend: what the engine asks of a backend. Everything that the backends share lives in the engine; a
-backend supplies only what really differs."""
+"""The interface that every backend implements for the engine. Everything that the backends share is in the
+engine; a backend supplies only what really differs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StepOutcome:
 
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.
-        stepped: False when no step was taken: gradients overflowed (float16 loss scaling), or were not
+        stepped: False when no step was taken, because gradients overflowed (float16 loss scaling) or were not
             accepted.
-        overflowed: the loss scale of float16 was too large, and has been lowered.
-        metrics: further figures of the global batch, the same on all ranks.
+        overflowed: the loss scale of float16 was too large and has been lowered.
+        metrics: further metrics of the global batch, equal on all ranks.
     """
 
     grad_norm: float
@@ -48,21 +48,22 @@ class StepOutcome:
 
 
 class Backend(Protocol):
-    """A model spread over the workers, with its optimizer. Every method is collective unless it says
-    otherwise.
+    """A model sharded over the workers, with its optimizer. Every method is collective unless its docstring
+    calls it local.
 
-    Gradient convention: ``forward_backward`` leaves the plain sum over micro-batches and data-parallel ranks
-    of the gradients of the losses that the head returned. Context-parallel ranks all compute the same loss;
-    each of them adds what its own tokens contribute.
+    Gradient convention: ``forward_backward`` leaves the plain sum, over micro-batches and data-parallel
+    ranks, of the gradients of the losses that the head returned. All context-parallel ranks compute the same
+    loss; each of them adds what its own tokens contribute.
 
     Attributes:
         hf_config: the model's config.
         groups: process groups of this worker.
         vocabulary: this rank's columns of the output layer.
-        shapes: what the model wants of micro-batches.
-        replicas_in_step: data-parallel replicas whose passes meet in collectives, so that all need the same
-            number of micro-batches; None where each may run for itself.
-        untouched: what of the model's directory training leaves as it is, and an export has again.
+        shapes: the model's requirements on micro-batches.
+        replicas_in_step: group of the data-parallel replicas whose passes share collectives, so that all of
+            them need the same number of micro-batches; None if each replica may run by itself.
+        untouched: weights and files of the model's directory that training leaves unchanged and that an
+            export contains again.
     """
 
     hf_config: Any
@@ -73,113 +74,114 @@ class Backend(Protocol):
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """See the class."""
+        """Group of the replicas that need the same number of micro-batches; see the class."""
 
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        """Run the head on every micro-batch. Results exist on the last pipeline stage, elsewhere the list is
-        empty."""
+        """Run the head on every micro-batch. Return its results on the last pipeline stage, and an empty list
+        on the other stages."""
 
     def set_training(self, training: bool) -> None:
-        """Choose between training and evaluation behaviour. Local."""
+        """Switch the model to training or evaluation mode. Local."""
 
     def is_training(self) -> bool:
-        """Return what ``set_training`` chose last. Local."""
+        """Return the mode that ``set_training`` chose last. Local."""
 
     def zero_grad(self) -> None:
         """Clear all gradients. Local."""
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
-        """Clip and take an optimizer step, unless ``accepts``, a collective that is given the gradient's
-        norm, refuses: then nothing changes."""
+        """Clip the gradients and take an optimizer step. Nothing changes if ``accepts``, a collective called
+        with the gradient's norm, returns False."""
 
     def lr_step(self) -> None:
         """Advance the learning-rate and weight-decay schedule by one ``train()`` call. Local."""
 
     def schedule_values(self) -> dict[str, float]:
-        """``lr`` and ``wd`` of the next optimizer step. Local."""
+        """Return ``lr`` and ``wd`` of the next optimizer step. Local."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's shards, by the backend's own names, and what else a checkpoint has and gradients do not
-        reach. Local."""
+        """Yield this rank's shards under the backend's own names, and the other tensors that a checkpoint
+        holds and that get no gradient. Local."""
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the part of ``parameters`` that gradients, their norm, the optimizer and its checkpoint are
-        about: adapters alone where there are some. Local."""
+        """Yield the part of ``parameters`` that gradients, their norm, the optimizer and its checkpoint
+        cover: only the adapters, if there are any. Local."""
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the model is its base, whose weights nothing changes; None for a model that has
-        no adapters. Local."""
+        """Return a context in which the model computes with its base weights alone, which nothing changes;
+        None for a model without adapters. Local."""
 
     def sync_parameters(self) -> None:
-        """Finish whatever still brings updated parameters together, so that parameters may be read or
-        written."""
+        """Finish all pending gathers of updated parameters, so that parameters may be read or written."""
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside: further copies of them (a tied output layer, the optimizer's
-        own) have to follow."""
+        """Update all further copies of the parameters (a tied output layer, the optimizer's own) after the
+        parameters were written from outside."""
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors, in the same order on all ranks. Of a layer with an adapter the
-        sum of both, which is made a bucket at a time."""
+        """Yield Hugging Face names and full tensors, in the same order on all ranks. Adapters are merged into
+        their base weights, one bucket at a time."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the part of ``export_hf`` that this pipeline stage has, in that order. From the second
-        export on collective within the stage alone."""
+        """Yield the part of ``export_hf`` that this pipeline stage holds, in the same order. From the second
+        export on, only the ranks of the stage take part."""
 
     def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
-        """Return PEFT's config of the adapters, and names and whole factors as PEFT has them, in the same
-        order on all ranks; None for a model that has no adapters."""
+        """Return PEFT's config of the adapters, and an iterator over their PEFT names and full factors, in
+        the same order on all ranks; None for a model without adapters."""
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
-        """Choose the weights that ``export_slices`` gives as slices, because no rank needs another's shard
-        for them.
+        """Choose the weights that ``export_slices`` gives as slices, because no rank needs another rank's
+        shard for them.
 
         Args:
-            wanted: what each rank of an engine reads.
-            beside: the engine's rank that reads this one's weights; -1 for none.
+            wanted: the slices that each rank of an engine reads.
+            beside: the engine's rank that reads this rank's weights; -1 for none.
 
         Returns:
-            The slices that are read here, of the same names on all ranks; empty where a backend gathers all
-            weights.
+            The slices that are read from this rank, with the same names on all ranks; empty if the backend
+            gathers all weights.
         """
 
     def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Export as ``export_hf``, with slices of the weights that were agreed on."""
+        """Yield names and tensors as ``export_hf`` does, but with slices of the weights that were agreed
+        on."""
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes that an export holds above the model at most, unless a parameter takes more; 0
-        where that is not bounded."""
+        """Maximum bytes that an export holds in addition to the model, unless a single parameter takes more;
+        0 if there is no bound."""
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
-        """The names that ``export_stage`` gives on each pipeline stage, known after a first export without
-        another; empty where there is one stage. Local."""
+        """Return the names that ``export_stage`` yields on each pipeline stage, which the first export makes
+        known without another one; empty if there is one stage. Local."""
 
     def move(self, part: Part, place: Place) -> None:
-        """Move parameters, gradients or optimizer state between the device and host memory (nothing to do on
-        a CPU). Local."""
+        """Move parameters, gradients or optimizer state between the device and host memory; do nothing on a
+        CPU. Local."""
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
-        """Write weights, and optimizer state with schedule and random-number states, each into its own
-        directory."""
+        """Write the weights into one directory, and optimizer state, schedule and random-number states into
+        another."""
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
-        """Refuse, before a load has changed anything, what is no checkpoint of this kind. Local.
+        """Raise, before a load has changed anything, if the directories do not hold a checkpoint of this
+        kind. Local.
 
         Raises:
-            CheckpointError: there is none, or the optimizer's state has another form.
-            StateError: ``optimizer`` is given, and this backend has none.
+            CheckpointError: there is no checkpoint, or the optimizer's state has another format.
+            StateError: ``optimizer`` is given, and this backend has no optimizer.
         """
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        """Read what ``save`` wrote, from any layout. Collective; after an error some of the weights may be
-        the checkpoint's."""
+        """Load what ``save`` wrote, from any parallel layout. Collective; after an error some of the weights
+        may already be the checkpoint's."""
 
 
 def log_changed_rate(steps: int, before: float, now: float) -> None:
-    """Say on the first rank that a resumed run has another learning rate than its checkpoint."""
+    """Log on the first rank that a resumed run's learning rate differs from its checkpoint's."""
     if before != now and dist.get_rank() == 0:
         logger.warning(
             "learning rate after step %d: %g, by the changed schedule; the checkpoint has %g",
@@ -190,10 +192,10 @@ def log_changed_rate(steps: int, before: float, now: float) -> None:
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
-    """``optimizer``, where its state is to be saved or loaded.
+    """Return ``optimizer``, whose state is about to be saved or loaded.
 
     Raises:
-        StateError: the backend was built without one.
+        StateError: the backend was built without an optimizer.
     """
     if optimizer is None:
         raise StateError(

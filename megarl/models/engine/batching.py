@@ -1,5 +1,5 @@
-"""Division of one rank's rows into global batches and micro-batches: a fixed number of rows, or a plan that
-came with the batch."""
+"""Division of one rank's rows into global batches and micro-batches, either by a fixed number of rows or by a
+plan that comes with the batch."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Chunk(Protocol):
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Its rows."""
+        """The chunk's rows."""
 
     @property
     def rows(self) -> int:
         """Number of rows."""
 
     def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
-        """Its rows cut into micro-batches, in order."""
+        """Split the chunk's rows into micro-batches, in order."""
 
     def without_ragged_end(self) -> Chunk:
-        """Return the same with the last row repeated: all micro-batches have one shape, and the ``rows``
-        first rows are the real ones."""
+        """Return a chunk whose last row is repeated until all micro-batches have the same shape. The first
+        ``rows`` rows are the real ones."""
 
 
 class Batching(Protocol):
-    """Cuts a rank's rows."""
+    """A division of a rank's rows into chunks."""
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """The parts of the global batches, in order."""
+        """Return this rank's parts of the global batches, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Planned:
         lengths: for each chunk, the planned row length (dynamic) or total length (packed) of each
             micro-batch.
         counts: rows of each chunk.
-        packed: whether the rows of a micro-batch go through the model as one row.
+        packed: the rows of a micro-batch go through the model as one row.
     """
 
     indices: Sequence[Sequence[Sequence[int]]]

@@ -1,10 +1,10 @@
-"""Context parallelism: which part of every sequence a rank holds, and how the parts come together again.
+"""Context parallelism: the part of every sequence that a rank holds, and functions that gather the parts.
 
-A sequence is cut into ``2 * size`` equal chunks; rank r holds chunks r and ``2 * size - 1 - r``, one from the
-cheap beginning and one from the dear end of a causal mask, so that all ranks have the same work. Packed
-sequences are cut one by one in the same way.
+A sequence is split into ``2 * size`` equal chunks. Rank r holds chunks r and ``2 * size - 1 - r``, one from
+the cheap beginning and one from the expensive end of a causal mask, so that all ranks have the same work.
+Packed sequences are split one by one in the same way.
 
-Legend: S positions over all ranks, s = S / size of them here.
+Legend: S positions over all ranks, s = S / size positions on this rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megarl.distributed.device import sent_to
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
-    """This process's place among the ranks that share sequences.
+    """This process's rank among the ranks that share sequences.
 
     Attributes:
-        rank, size: which of how many.
-        group: their process group; None when there is one rank.
-        ring: attention sends keys and values round the ranks (``megarl.models.engine.ring_attention``)
+        rank, size: index of this rank, and number of ranks.
+        group: process group of the ranks; None when there is one rank.
+        ring: attention passes keys and values around the ranks (``megarl.models.engine.ring_attention``)
             instead of gathering them.
     """
 
@@ -37,8 +37,8 @@ class ContextShare:
     ring: bool = False
 
     def chunks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is
-        a multiple of 2 * size."""
+        """Return the ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The
+        sequence's length must be a multiple of 2 * size."""
         if self.size == 1:
             return ((start, end),)
         # Whole, because sequences are padded to a multiple (Shapes.packed_multiple, row_multiple).
@@ -50,13 +50,13 @@ class ContextShare:
         )
 
     def index(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """[s] int64: the positions that this rank holds, in its order, of sequences that begin at ``starts``
-        (the last entry is the end)."""
+        """Return the positions that this rank holds, [s] int64 in the rank's order, of sequences that begin
+        at ``starts`` (the last entry is the end)."""
         return _index(starts, self.rank, self.size, device)
 
     def order(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """[S] int64: for each position in order, where it stands when the parts of all ranks are laid behind
-        one another."""
+        """Return for each position, in order, its index in the concatenation of all ranks' parts, [S]
+        int64."""
         return _order(starts, self.size, device)
 
 
@@ -77,7 +77,7 @@ def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> t
 
 
 class _GatherReplicated(torch.autograd.Function):
-    """Gather the parts of all ranks for a computation that all ranks repeat: in the backward pass each rank
+    """Gather of all ranks' parts for a computation that all ranks repeat; in the backward pass each rank
     keeps the gradient of its own part."""
 
     @staticmethod
@@ -90,13 +90,14 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
-        # No sum over ranks: each computes the same loss from the whole, and a sum would count it size times.
+        # Do not sum over ranks: each computes the same loss from the gathered tensor, so that a sum would
+        # multiply the gradient by the number of ranks.
         return gradient.index_select(0, index), None, None, None
 
 
 class _GatherShared(torch.autograd.Function):
-    """Gather the parts of all ranks, which use the whole differently: in the backward pass their gradients
-    are summed."""
+    """Gather of all ranks' parts for a computation that differs between ranks; in the backward pass the
+    ranks' gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -125,8 +126,8 @@ def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """The whole [S, ...] in order from every rank's part [s, ...]; for results from which all ranks compute
-    the same loss."""
+    """Gather every rank's part [s, ...] into the whole [S, ...] in order, for results from which all ranks
+    compute the same loss."""
     if share.group is None:
         return part
     return _GatherReplicated.apply(
@@ -135,8 +136,8 @@ def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: Contex
 
 
 def gather_shared(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """The whole [S, ...] in order from every rank's part [s, ...]; for keys and values, which every rank's
-    queries read."""
+    """Gather every rank's part [s, ...] into the whole [S, ...] in order, for keys and values, which every
+    rank's queries read."""
     if share.group is None:
         return part
     return _GatherShared.apply(part, share.order(starts, part.device), share.group)

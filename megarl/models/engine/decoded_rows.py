@@ -1,8 +1,8 @@
-"""The keys and values of rows that are being decoded, padded on the left, in a cache that stays at one place.
+"""Keys and values of the rows being decoded, padded on the left, in a cache that is allocated once.
 
-A library's own cache grows by the token: each step has tensors of other shapes. Here a step has fixed shapes:
-the position that it writes to is a tensor, and a mask hides what the cache has not been given yet. So a step
-can be recorded (``megarl.models.engine.graphs``).
+A library's own cache grows with each token, so that the tensors of each step have other shapes. Here a step
+has fixed shapes: the position that it writes to is a tensor, and a mask hides the positions of the cache that
+have not been written yet. So a step can be recorded (``megarl.models.engine.graphs``).
 
 Legend: b rows of a batch, n positions of a pass, P positions of the cache.
 """
@@ -14,31 +14,31 @@ import torch
 from megarl.models.engine.graphs import Graphs
 
 FEWEST_POSITIONS = 256
-"""In steps of fixed shapes attention looks at this many positions of the cache, and at twice as many each
-time that they are full: each size is recorded once for each number of rows, and less than half of the
+"""Minimum number of cache positions that attention reads in steps of fixed shapes. The number doubles each
+time the positions are full: each size is recorded once per number of rows, and less than half of the
 positions are read for nothing."""
 
 
 class DecodedRows:
-    """The rows that are being decoded, with their keys and values, and what all layers of a pass need to know
-    of it.
+    """The rows being decoded, with their keys and values, and what all layers of a pass need to know about
+    the pass.
 
-    The cache and ``place`` stay where they are, also from one batch to the next: CUDA graphs have their
+    The cache and ``place`` are never reallocated, not even for the next batch, because CUDA graphs hold their
     addresses.
 
     Args:
         graphs: runs the steps.
-        device: where the model is.
+        device: device of the model.
 
     Attributes:
-        fixed: steps have fixed shapes: also on a device that records nothing any more, where other ranks may
-            do so, and wait for this one in the same collectives.
-        count: of the rows of the batch.
-        place: [1] int64, the last position that is cached, or is in this step.
-        positions: [n, b] int64 of this pass: the positions of its tokens; those of padding are 0. One tensor
-            for all layers of a pass, and a new one in each pass.
-        row_lengths: [b] int64 while prompts are read that have padding on their left, their lengths;
-            otherwise None.
+        fixed: steps have fixed shapes. True also on a device that no longer records, because other ranks may
+            still record and wait for this one in the same collectives.
+        count: number of rows of the batch.
+        place: [1] int64, the last position that is cached or belongs to this step.
+        positions: [n, b] int64, the positions of this pass's tokens; those of padding are 0. All layers of a
+            pass share one tensor, and each pass has a new one.
+        row_lengths: [b] int64, the lengths of prompts while prompts padded on the left are read; otherwise
+            None.
     """
 
     def __init__(self, graphs: Graphs, device: torch.device) -> None:
@@ -65,9 +65,9 @@ class DecodedRows:
 
         Args:
             lengths: [p] int64 on the CPU, tokens of each prompt.
-            width: of the pass, the longest prompt of it.
-            prompt_of: [r] int64, which of these prompts each of the next r rows has.
-            end: position of the cache behind the prompts.
+            width: length of the longest prompt of the pass.
+            prompt_of: [r] int64, the index of the prompt that each of the next r rows has.
+            end: position of the cache after the prompts.
         """
         on_device = lengths.to(self.place.device)
         self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(
@@ -80,7 +80,8 @@ class DecodedRows:
         self.count, self._end = self.count + len(prompt_of), end
 
     def advance(self) -> int:
-        """Go on to the next position; return how many positions of the cache a step at it looks at."""
+        """Advance to the next position; return how many positions of the cache a step at this position
+        reads."""
         self._end += 1
         self.place.add_(1)
         if not self.fixed:
@@ -92,20 +93,20 @@ class DecodedRows:
         """Begin a pass over one more token of the first b rows, at ``place``.
 
         Args:
-            lengths: [b] int64, tokens of each row, that one among them.
-            positions: of the cache that attention looks at, from ``advance``.
+            lengths: [b] int64, tokens of each row, including the new one.
+            positions: number of cache positions that attention reads, from ``advance``.
         """
         self.positions, self.row_lengths = lengths[None] - 1, None
         self._prompts, self._step = None, _Step(lengths, self.place, positions)
 
     @property
     def is_step(self) -> bool:
-        """This pass is one over one more token of each row."""
+        """True if this pass reads one more token of each row; False if it reads prompts."""
         return self._step is not None
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache keys [n, b, G, d] and values of a layer; return those that its queries attend to, [n or P, b,
-        G, d]."""
+        """Cache keys [n, b, G, d] and values of a layer; return the keys and values that the pass's queries
+        attend to, [n or P, b, G, d]."""
         if layer not in self._cache:
             # Zeros: what a mask hides is still multiplied, and NaN of unwritten memory times 0 stays NaN.
             self._cache[layer] = (
@@ -125,8 +126,8 @@ class DecodedRows:
         return keys, values
 
     def store_states(self, layer: int, *states: torch.Tensor) -> None:
-        """Keep what a layer without keys and values knows of each prompt of this pass, each [p, ...], for the
-        rows of that prompt."""
+        """Store the states of a layer that has no keys and values, each [p, ...] over the prompts of this
+        pass, for all rows of each prompt."""
         assert self._prompts is not None, "a pass over prompts"
         if layer not in self._states:
             self._states[layer] = tuple(state.new_zeros(self._size[1], *state.shape[1:]) for state in states)
@@ -134,16 +135,17 @@ class DecodedRows:
             self._prompts.write_rows(kept, new)
 
     def states(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """[b, ...] of the rows of the batch, which a step changes in their place."""
+        """Return a layer's state tensors, [b, ...] over the batch's rows, which each decoding step updates in
+        place."""
         return tuple(kept[: self.count] for kept in self._states[layer])
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """[b, 1, 1, P], what ``megarl.models.engine.attention.cached_attention`` adds to scores; None in a
-        pass over prompts."""
+        """Return the mask [b, 1, 1, P] that ``megarl.models.engine.attention.cached_attention`` adds to
+        scores; None in a pass over prompts."""
         return None if self._step is None else self._step.mask(window, dtype)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows [r] int64, in their order."""
+        """Keep only the given rows [r] int64 of the batch, in their order."""
         self.count = len(rows)
         for pair in self._cache.values():
             for cached in pair:
@@ -169,7 +171,7 @@ class _Prompts:
 
 
 class _Step:
-    """A pass over one token a row; see ``DecodedRows.step``."""
+    """A pass over one token per row; see ``DecodedRows.step``."""
 
     def __init__(self, lengths: torch.Tensor, place: torch.Tensor, positions: int) -> None:
         self.place, self.positions = place, positions
@@ -177,7 +179,8 @@ class _Step:
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Made once for all layers of the pass that have one window."""
+        """Return the mask for a window, which is computed once for all layers of the pass that share the
+        window."""
         if (window, dtype) not in self._masks:
             back = self.place - torch.arange(self.positions, device=self.place.device)
             seen = self._lengths if window is None else self._lengths.clamp(max=window)

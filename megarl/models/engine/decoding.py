@@ -1,12 +1,12 @@
-"""Decoding, the same for every backend: the same seeds draw the same tokens from the same logits.
+"""Decoding, which all backends share: the same seeds sample the same tokens from the same logits.
 
-Prompts of a batch are padded on the left, so that their answers begin together; what a row computes does not
-depend on its padding. A few passes over prompts of like lengths fill the cache. Rows with one prompt share
-its pass. Rows that have ended leave the batch.
+Prompts of a batch are padded on the left, so that all responses begin at the same position. A row's results
+do not depend on its padding. A few passes over prompts of similar lengths fill the cache. Rows with the same
+prompt share its pass. Rows that have ended leave the batch.
 
 A step, and the choice of tokens after it, are functions of fixed shapes, which
-``megarl.models.engine.graphs`` can record. Once a step the host waits for the device, to see the tokens; what
-it keeps itself is in numpy, whose operations on a few rows are faster than torch's.
+``megarl.models.engine.graphs`` can record. Once per step the host waits for the device, to see the tokens.
+The host's own data is in numpy, whose operations on a few rows are faster than torch's.
 
 Legend: b rows of a batch, V vocabulary.
 """
@@ -32,31 +32,31 @@ from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 SEED_RANGE = 2**62
 
 LEAVING_SHARE = 1 / 8
-"""Rows leave a batch once so large a share of it has ended: the cache is copied then."""
+"""Share of a batch's rows that must have ended before they leave the batch, which copies the cache."""
 
 ROWS_RATIO = 4
-"""Where steps are recorded batches have a power of this many rows once rows have left, because each size is
-recorded once more."""
+"""Once rows have left a batch whose steps are recorded, its number of rows is a power of this, because each
+size needs a recording of its own."""
 
 PASS_POSITIONS = 512
-"""One pass more over the prompts is worth this many positions of padding that it saves: it launches all
-operations, and reads all weights, once more."""
+"""Cost of one more pass over the prompts, in positions of padding: the pass launches all operations, and
+reads all weights, once more."""
 
 
 class Forward(Protocol):
-    """A model with the key-value cache of one batch. Prompts are read first, by one or more passes; then come
-    steps."""
+    """A model with the key-value cache of one batch. One or more passes first read the prompts; steps
+    follow."""
 
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor | None:
-        """Read prompts, which are those of the next rows of the batch.
+        """Read the prompts of the next rows of the batch.
 
         Args:
             tokens: [p, n] int64 on the device, padded on the left.
             lengths: [p] int64 on the CPU, of the prompts.
-            prompt_of: [r] int64 on the device: which of these prompts each of the next r rows has.
-            end: length of the longest prompt of the batch: answers begin there in all rows.
+            prompt_of: [r] int64 on the device, the index of the prompt that each of the next r rows has.
+            end: length of the batch's longest prompt, where the responses of all rows begin.
 
         Returns:
             [r, V] logits over the true vocabulary after the prompts; None on pipeline stages that have none.
@@ -67,20 +67,20 @@ class Forward(Protocol):
 
         Args:
             tokens: [b] int64 on the device.
-            lengths: [b] int64 on the device, of each row its tokens, this one among them. What it has more in
-                the cache is padding, on the left.
+            lengths: [b] int64 on the device, the tokens of each row, including the new one. The row's other
+                positions in the cache are padding on the left.
 
         Returns:
-            [b, V] logits after it, as ``read``; they hold until the next step.
+            [b, V] logits after the token, as in ``read``; they are valid until the next step.
         """
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows of the batch, int64 on the device, in their order."""
+        """Keep only the given rows of the batch, int64 on the device, in their order."""
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a ``Forward`` with an empty cache for some numbers of rows and positions; the one before is not
-needed any more."""
+"""Builds a ``Forward`` with an empty cache for a number of rows and a number of positions; the previous
+``Forward`` is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ class Decoder:
 
     Attributes:
         start: begins a batch.
-        groups: who decodes the same rows together.
-        device: where the model wants its tokens.
-        longest: most tokens of prompt and answer together.
-        rows_at_once: most rows of a batch; None for all.
-        one_pass: a batch reads all its prompts in one pass, because what several passes cached could not be
-            put together.
-        graphs: runs what has fixed shapes.
+        groups: groups of the ranks that decode the same rows together.
+        device: device on which the model expects its tokens.
+        longest: maximum tokens of prompt and response together.
+        rows_at_once: maximum rows of a batch; None for all rows.
+        one_pass: a batch reads all its prompts in one pass, because the cache entries of several passes could
+            not be concatenated.
+        graphs: runs the functions of fixed shapes.
     """
 
     start: Start
@@ -110,25 +110,26 @@ class Decoder:
 def decode(
     decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
 ) -> BatchedDataDict[Any]:
-    """Continue every prompt.
+    """Generate a response to every prompt.
 
     Args:
-        decoder: the model; it is in evaluation mode.
+        decoder: the model, in evaluation mode.
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry
-            a row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are
-            taken from this process's generator.
+            per row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without
+            ``sampling_seeds``, the seeds come from this process's random-number generator.
         config: the generation configuration.
-        tokenizer: decodes answers for stop strings.
+        tokenizer: decodes responses for stop strings.
         greedy: take the most likely token instead of sampling.
 
     Returns:
         ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and
         padding; ``generation_lengths`` [B]; ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True
-        where a length limit and not a stop ended the answer.
+        where a length limit and not a stop ended the response.
 
     Raises:
         BatchError: a stop string is empty.
-        GenerationError: on all ranks that share the rows, when a row's logits are NaN; names the row.
+        GenerationError: a row's logits are not finite; names the row, and is raised on all ranks that share
+            the rows.
     """
     settings = SamplingSettings.of(config, greedy=greedy)
     ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
@@ -170,8 +171,8 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class _CacheSize:
-    """Rows and positions of the largest batch. All batches have a cache of this size, so that it can be the
-    same memory."""
+    """Rows and positions of the largest batch. All batches have a cache of this size, so that they can reuse
+    its memory."""
 
     rows: int
     positions: int
@@ -179,8 +180,8 @@ class _CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Answers of some rows: tokens [b, n] int64 and their log-probabilities float32, of each row as many as
-    ``counts`` [b] int64 says, and whether a stop ended it, ``stopped`` [b] bool."""
+    """Responses of some rows: ``tokens`` [b, n] int64 and their ``logprobs`` float32, of which the first
+    ``counts`` [b] int64 of each row are set; ``stopped`` [b] bool is True where a stop ended the response."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -197,13 +198,13 @@ class _Answers:
         )
 
     def put(self, rows: np.ndarray, other: _Answers) -> None:
-        """Write the answers of ``other`` into these rows."""
+        """Write the responses of ``other`` into the given rows."""
         self.tokens[rows], self.logprobs[rows] = other.tokens, other.logprobs
         self.counts[rows], self.stopped[rows] = other.counts, other.stopped
 
 
 def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[int]:
-    """One seed a row, the same on all ranks of a replica and different between data-parallel ranks."""
+    """Return one seed per row, equal on all ranks of a replica and different between data-parallel ranks."""
     if "sampling_seeds" in data:
         return data["sampling_seeds"].tolist()
     # On the CPU: its generator is in checkpoints, and the same whatever the device.
@@ -221,13 +222,13 @@ class _Decoding:
 
     Args:
         decoder: the model.
-        names: rows of the prompts in the data, for messages.
+        names: row numbers of the prompts in the data, for messages.
         prompts: token ids.
-        allowed: [b] tokens that each answer may have.
+        allowed: [b] maximum tokens of each response.
         uniforms: [b, n] float64 on the device, the random numbers of each row; None takes the most likely
             tokens.
         settings: how tokens are chosen.
-        longest_answer: what ``answers`` have room for.
+        longest_answer: number of tokens per row for which ``answers`` has room.
     """
 
     def __init__(
@@ -281,8 +282,8 @@ class _Decoding:
             logits = forward.step(newest, lengths)
 
     def _kept(self, is_open: np.ndarray) -> np.ndarray:
-        """Return the rows of the batch to go on with, in their order: all, or those that are open and, where
-        sizes are few, some that have ended; none where none is open."""
+        """Return the indices of the batch's rows that stay, in their order: all rows, or the open ones. Where
+        graphs want few sizes, some ended rows stay too. Empty if no row is open."""
         rows, staying = len(is_open), int(is_open.sum())
         # A recorded graph has one number of rows, so few sizes are worth rows that are decoded for nothing.
         if self.decoder.graphs.few_sizes:
@@ -298,8 +299,8 @@ class _Decoding:
         return kept
 
     def _prefill(self, forward: Forward, rows: list[int]) -> torch.Tensor | None:
-        """Read each different prompt once; return the logits [rows, V] after them. ``rows`` begin with the
-        shortest."""
+        """Read each distinct prompt once; return the logits [rows, V] after the prompts. ``rows`` is sorted
+        by prompt length, the shortest first."""
         places: dict[tuple[int, ...], int] = {}
         # Responses to one prompt are GRPO's usual case: it is read once for all of them.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
@@ -319,7 +320,7 @@ class _Decoding:
     def _read(
         self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int
     ) -> torch.Tensor | None:
-        """One pass over prompts, the longest last."""
+        """Run one pass over prompts, of which the last is the longest."""
         tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
@@ -327,8 +328,8 @@ class _Decoding:
         return forward.read(tokens.to(self.decoder.device), lengths, self._on_device(prompt_of), end)
 
     def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:
-        """[2, rows] float64 on the device: the next tokens and their log-probabilities. The last pipeline
-        stage chooses, all learn."""
+        """Return the next tokens and their log-probabilities, [2, rows] float64 on the device. The last
+        pipeline stage chooses them, and all stages receive them."""
         if logits is None:
             # float64 holds token ids exactly, so that tokens and log-probabilities travel in one broadcast.
             chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
@@ -344,8 +345,8 @@ class _Decoding:
         return torch.stack([tokens.double(), logprobs.double()])
 
     def _write(self, rows: np.ndarray, done: int, chosen: np.ndarray, stop: StopRules) -> None:
-        """Keep the tokens [2, rows] of the rows that are open, which have ``done`` tokens each, and see which
-        of them end."""
+        """Store the chosen tokens [2, rows] of the rows that are open, each of which has ``done`` tokens so
+        far, and mark the rows that end."""
         is_open = self.open[rows]
         writing = rows[is_open]
         tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
@@ -365,8 +366,8 @@ class _Decoding:
         return torch.as_tensor(numbers, dtype=torch.int64).to(self.decoder.device)
 
     def _refuse_nan(self, rows: np.ndarray, done: int, values: np.ndarray) -> None:
-        """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the
-        chosen token's."""
+        """Raise if a chosen token's log-probability is not finite. NaN or infinity anywhere in a row's logits
+        makes all of the row's log-probabilities NaN, including the chosen token's."""
         wrong = rows[~np.isfinite(values)].tolist()
         if wrong:
             raise GenerationError(
@@ -379,14 +380,15 @@ class _Decoding:
 
 
 def ends_of_passes(lengths: Sequence[int]) -> list[int]:
-    """Return which prompts to read together, so that positions, padding among them, and passes cost least.
+    """Return the division of prompts into passes that costs least, counting positions, padding included, and
+    passes.
 
     Args:
         lengths: of the prompts, the shortest first.
 
     Returns:
-        The prompt that each pass ends before; the last one is their number. Prompts of one length are in one
-        pass.
+        The index of the prompt before which each pass ends; the last index is the number of prompts. Prompts
+        of the same length are in the same pass.
     """
     distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
@@ -404,7 +406,8 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
 
 
 def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:
-    """The NeMo-RL policy API's output tensors, of prompts [B, S] of ``lengths`` [B]."""
+    """Return the NeMo-RL policy API's output tensors from prompts [B, S] of ``lengths`` [B] and their
+    responses."""
     tokens, logprobs, counts, stopped = map(
         torch.from_numpy, (answers.tokens, answers.logprobs, answers.counts, answers.stopped)
     )

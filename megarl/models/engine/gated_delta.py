@@ -2,7 +2,7 @@
 packed, and context parallel.
 
 A head keeps a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to
-1) changes and reads it:
+1) updates and reads the state:
 
     S <- exp(g) (I - b k k') S + b k v',    o = S' q
 
@@ -11,16 +11,16 @@ triangular system,
 
     x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
 
-and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j
-exp(c_C - c_j) k_j x_j'. Only exponents that are at most 0 are ever taken. Chunks begin again with every run,
-so that no state crosses a border.
+and with these corrections o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <-
+exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j'. All exponents are at most 0. Chunks restart with every run, so
+that no state crosses a border between runs.
 
-A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and
-M of their runs, [K, V + K] numbers a head whatever the length, and put them together in order: the result is
-exact. M and what the outputs owe to the state at the beginning come out of the same pass, as K more columns
-of values that are 0 behind a state that is the identity.
+A run maps the state at its beginning to the state at its end, S -> M S + U. Context-parallel ranks exchange U
+and M of their runs, [K, V + K] numbers per head whatever the length, and combine them in order: the result is
+exact. The same pass yields M, and the outputs' dependence on the initial state, from K more columns of values
+that are 0, for which the initial state is the identity.
 
-Legend: t tokens, R runs (one sequence each, or two of each sequence that context-parallel ranks share), H key
+Legend: t tokens, R runs (one per sequence, or two per sequence that context-parallel ranks share), H key
 heads, G value heads (a multiple of H), n chunks, W width of the convolution.
 """
 
@@ -44,24 +44,24 @@ from megarl.models.engine.kernels import kernels
 CHUNK = GATED_DELTA_CHUNK
 EPSILON = 1e-6
 ALONE = ContextShare()
-"""One rank holds the sequences."""
+"""Context share of a rank that holds whole sequences."""
 
 
 def unit_norm(heads: torch.Tensor) -> torch.Tensor:
-    """Heads [..., K] divided by their length, in float32 at least."""
+    """Return heads [..., K] divided by their L2 norm, in float32 or wider."""
     wide = heads.to(wide_dtype(heads))
     # The epsilon is under the root and added to the sum, as in the kernels that the models were trained with.
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of states and decays: float32, or float64 if the tensor is."""
+    """Return the dtype of states and decays: float32, or float64 if the tensor is float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def log_decays(inputs: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``-exp(A_log) softplus(inputs + dt_bias)`` in float32 at least, [..., G] of inputs [..., G] and
-    parameters [G]."""
+    """Compute ``-exp(A_log) softplus(inputs + dt_bias)``, [..., G] in float32 or wider, from inputs [..., G]
+    and parameters [G]."""
     dtype = wide_dtype(inputs)
     return -log_rates.to(dtype).exp() * F.softplus(inputs.to(dtype) + bias.to(dtype))
 
@@ -76,18 +76,18 @@ def gated_delta_rule(
     context: ContextShare = ALONE,
     rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of all tokens, and the state behind each run. Differentiable. A collective over
+    """Compute the outputs of all tokens, and the state after each run. Differentiable. A collective over
     context-parallel ranks.
 
     Args:
-        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit length. Queries
-            are scaled by 1/sqrt(K) here.
+        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit norm. Queries are
+            scaled by 1/sqrt(K) here.
         value: [t, G, V].
         log_decay, step_size: [t, G].
-        starts: where sequences begin over all context-parallel ranks; the last entry is the end.
+        starts: first token of each sequence over all context-parallel ranks; the last entry is the end.
         context: the ranks that share every sequence.
-        rows: 1, or as many sequences of one length, whose tokens alternate: token s of row b is token s *
-            rows + b.
+        rows: 1, or the number of sequences of equal length whose tokens alternate: token s of row b is token
+            s * rows + b.
 
     Returns:
         [t, G, V] and [R, G, K, V], both in float32, or float64 if the values are.
@@ -122,14 +122,15 @@ def _scan(
     initial: torch.Tensor | None,
     plan: _Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [n, G, C, V] of chunks, and states [R, G, K, V].
+    """Compute the outputs of chunks, [n, G, C, V], and the states after each run, [R, G, K, V].
 
     Args:
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, for which first chunks compute nothing.
-        plan: of the chunks.
+        initial: [1, G, K, V], the state before each run; None for 0, which first chunks skip in their
+            computation.
+        plan: plan of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
     decay = log_decay.cumsum(-1)
@@ -138,7 +139,7 @@ def _scan(
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
 
     def of_heads(of_keys: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
-        """The product of what key heads have, [n, H, ...], and what their value heads have, [n, G, ...]."""
+        """Multiply tensors of key heads, [n, H, ...], by tensors of their value heads, [n, G, ...]."""
         return (of_keys.unsqueeze(2) * by_head.unflatten(1, (-1, group))).flatten(1, 2)
 
     system = of_heads(key @ key.mT, between * step_size.unsqueeze(-1))
@@ -208,10 +209,10 @@ def _scan(
 
 
 def _entering_states(states: torch.Tensor, width: int, context: ContextShare) -> torch.Tensor:
-    """[R, G, K, V]: the state before each run of this rank.
+    """Compute the state before each run of this rank, [R, G, K, V].
 
     Args:
-        states: [R, G, K, V + K], of each run U and M.
+        states: [R, G, K, V + K], U and M of each run.
         width: V.
         context: the ranks that share every sequence.
     """
@@ -237,13 +238,13 @@ def gated_delta_step(
     step_size: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and state after one more token of each row.
+    """Compute the output and the state after one more token of each row.
 
     Args:
-        query, key: [b, H, K], as of ``gated_delta_rule``.
+        query, key: [b, H, K], as for ``gated_delta_rule``.
         value: [b, G, V].
         log_decay, step_size: [b, G].
-        state: [b, G, K, V] in float32 at least.
+        state: [b, G, K, V] in float32 or wider.
 
     Returns:
         [b, G, V] and [b, G, K, V] in the dtype of ``state``.
@@ -267,13 +268,13 @@ def causal_convolution(
     context: ContextShare = ALONE,
     rows: int = 1,
 ) -> torch.Tensor:
-    """Each channel convolved over the ``W`` last tokens of its own sequence. Differentiable. A collective
-    over context-parallel ranks.
+    """Convolve each channel over the ``W`` last tokens of its own sequence. Differentiable. A collective over
+    context-parallel ranks.
 
     Args:
         inputs: [t, channels], the part of this context-parallel rank.
-        weight: [channels, W]; the last column is of the token itself.
-        starts, context, rows: as of ``gated_delta_rule``.
+        weight: [channels, W]; the last column belongs to the token itself.
+        starts, context, rows: as for ``gated_delta_rule``.
 
     Returns:
         [t, channels].
@@ -290,20 +291,21 @@ def causal_convolution(
 
 
 CACHED_ROWS = 32
-"""Rows of a convolution that are computed at a time on a CPU, whose cache holds them."""
+"""Rows of a convolution that are computed at a time on a CPU; this many fit in its cache."""
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Bounds of the rows of ``tensor`` that are computed at a time."""
+    """Yield the bounds of the rows of ``tensor`` that are computed at a time."""
     size = len(tensor) if tensor.is_cuda else CACHED_ROWS
     return ((start, min(start + size, len(tensor))) for start in range(0, len(tensor), size))
 
 
 class _Convolution(torch.autograd.Function):
-    """[t, channels], [channels, W] and what comes before each run, [R (W - 1), channels] or None for 0, to
-    [t, channels].
+    """Convolution of inputs [t, channels] with weights [channels, W]. The tokens before each run are [R (W -
+    1), channels], or None for 0; the result is [t, channels].
 
-    The gradient is written here because torch makes zeros of all tokens for that of each column's slice.
+    The backward pass is written by hand because torch would allocate zeros of all tokens for the gradient of
+    each column's slice.
     """
 
     @staticmethod
@@ -358,26 +360,26 @@ def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
 
 
 def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
-    """Lengths of the runs that this rank holds, one behind the other."""
+    """Return the lengths of the runs that this rank holds, in their order."""
     runs = (run for start, end in itertools.pairwise(starts) for run in context.chunks(start, end))
     return tuple(end - start for start, end in runs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time of
-    the longest runs first.
+    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time
+    with the longest runs first.
 
     Attributes:
         runs: R.
-        going: of each step, how many runs have a chunk in it.
-        slots: [n * C] int64, the token of each place in a chunk; any where there is none.
-        is_token: [n * C, 1] bool; None where all are.
-        places: [t] int64, the place of each token in the chunks.
+        going: for each step, the number of runs that have a chunk in it.
+        slots: [n * C] int64, the token of each slot in a chunk; arbitrary for an empty slot.
+        is_token: [n * C, 1] bool, False for an empty slot; None if there is none.
+        places: [t] int64, the slot of each token.
         run_of_chunk: [n] int64.
-        place_of_run: [R] int64, where each run is in the order of lengths.
+        place_of_run: [R] int64, the index of each run in the order of lengths.
         first_chunks: int32, the first chunk of each step.
-        chunks_of_run: [R] int32, chunks of each run in the order of lengths.
+        chunks_of_run: [R] int32, number of chunks of each run, in the order of lengths.
     """
 
     runs: int
@@ -391,14 +393,15 @@ class _Plan:
     chunks_of_run: torch.Tensor
 
     def in_chunks(self, tokens: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """[t, heads, ...] as [n, heads, C, ...]; ``fill`` where there is no token, or None for anything."""
+        """Rearrange [t, heads, ...] into [n, heads, C, ...]. Empty slots hold ``fill``, or arbitrary values
+        if it is None."""
         laid = tokens.index_select(0, self.slots)
         if fill is not None and self.is_token is not None:
             laid = laid.masked_fill(~self.is_token, fill)
         return laid.unflatten(0, (len(self.run_of_chunk), -1)).transpose(1, 2).contiguous()
 
     def in_tokens(self, chunks: torch.Tensor) -> torch.Tensor:
-        """[n, heads, C, ...] as [t, heads, ...]."""
+        """Rearrange [n, heads, C, ...] into [t, heads, ...]."""
         return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
@@ -432,14 +435,16 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _TailPlan:
-    """Indices of the tokens before each run, for a convolution.
+    """Indices of the tokens before each run, for a convolution. In the padded layout each run follows W - 1
+    rows for these tokens.
 
     Attributes:
         tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
-        starts: where sequences begin in the tails of all ranks.
-        earlier: [R (W - 1)] int64, the tokens before each run in one zero and the tails of all ranks.
-        fronts: [R (W - 1)] int64, where these are among the runs, each behind what comes before it.
-        places: [t] int64, where the tokens are there.
+        starts: first token of each sequence in the tails of all ranks.
+        earlier: [R (W - 1)] int64, the tokens before each run, as indices into one zero followed by the tails
+            of all ranks.
+        fronts: [R (W - 1)] int64, the rows of these tokens in the padded layout.
+        places: [t] int64, the row of each token in the padded layout.
     """
 
     tails: torch.Tensor

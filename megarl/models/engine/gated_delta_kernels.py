@@ -1,13 +1,13 @@
-"""Triton kernels of the gated delta rule: the one part of it that goes chunk by chunk, in one launch where
-PyTorch has some four a chunk.
+"""Triton kernels of the gated delta rule, for the one part that runs chunk by chunk: one launch, where
+PyTorch needs about four per chunk.
 
 They compute the loop of ``megarl.models.engine.gated_delta``, which is their reference, in float32. Triton's
 interpreter runs them on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and
-``MEGARL_GATED_DELTA_KERNEL=1``), and Triton compiles them for devices that are not there. They have not run
-on a GPU, and their block sizes are not tuned. Equal inputs give equal bits: each state is one program's.
+``MEGARL_GATED_DELTA_KERNEL=1``), and Triton compiles them for devices that are not present. They have not run
+on a GPU, and their block sizes are not tuned. Equal inputs give equal bits: one program computes each state.
 
-Legend: n chunks of C tokens, of R runs; G heads, K and V their widths. The chunks of a run are not
-neighbours: first come the first ones of all runs, then the second ones.
+Legend: n chunks of C tokens, of R runs; G heads, K and V their widths. The chunks of a run are not adjacent:
+the first chunks of all runs come first, then the second ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 COLUMNS = 32
-"""Columns of a state that a program has in its registers; none depends on another."""
+"""Columns of a state that a program holds in its registers; columns do not depend on each other."""
 SMALLEST = 16
-"""Triton multiplies no smaller blocks."""
+"""Minimum size of the blocks that Triton multiplies."""
 
 
 @triton.jit
 def _places(size, keys, values, block_size: tl.constexpr, block_keys: tl.constexpr, columns: tl.constexpr):
-    """Tokens and keys of a program's blocks; where its columns of a state and of a chunk's values are, and
-    which of them there are."""
+    """Return the token and key indices of a program's blocks, the offsets of its columns in a state and in a
+    chunk's values, and the masks of both."""
     token = tl.arange(0, block_size)
     key = tl.arange(0, block_keys)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -66,8 +66,8 @@ def _forward(
     block_keys: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """One head of one run, some columns of its state a program: x = solved - reads S, S <- keep S + written
-    x, chunk by chunk."""
+    """Compute one head of one run, some columns of its state per program: x = solved - reads S, S <- keep S +
+    written x, chunk by chunk."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
@@ -116,8 +116,8 @@ def _backward(
     block_keys: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """The gradients of states and corrections, from the last chunk to the first: those of what a chunk is
-    given follow from these two outside."""
+    """Compute the gradients of states and corrections, from the last chunk to the first. The gradients of a
+    chunk's inputs follow from these two outside the kernel."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
@@ -146,7 +146,7 @@ def _backward(
 
 
 class _Passage(torch.autograd.Function):
-    """See ``passage``."""
+    """Autograd function of ``passage``."""
 
     @staticmethod
     def forward(
@@ -193,7 +193,7 @@ class _Passage(torch.autograd.Function):
 
 
 def _blocks(size: int, keys: int) -> dict[str, int]:
-    """Sizes of blocks, of chunks of ``size`` tokens and keys of that width."""
+    """Return the block sizes for chunks of ``size`` tokens and keys of width ``keys``."""
     return {
         "block_size": max(SMALLEST, triton.next_power_of_2(size)),
         "block_keys": max(SMALLEST, triton.next_power_of_2(keys)),
@@ -212,17 +212,18 @@ def passage(
     first_chunks: torch.Tensor,
     chunks_of_run: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The state before each chunk [n, G, K, V], the corrections of each [n, G, C, V], and the state behind
-    each run [R, G, K, V]. Differentiable, but in ``initial``. All float32 and contiguous.
+    """Compute the state before each chunk [n, G, K, V], the corrections of each chunk [n, G, C, V], and the
+    state after each run [R, G, K, V]. Differentiable except in ``initial``. All tensors are float32 and
+    contiguous.
 
     Args:
-        solved: [n, G, C, V], the corrections where the state is 0.
-        reads: [n, G, C, K]; its product with the state is taken off ``solved``.
+        solved: [n, G, C, V], the corrections for a state of 0.
+        reads: [n, G, C, K]; its product with the state is subtracted from ``solved``.
         written: [n, G, K, C]; its product with the corrections is added to the state.
-        keeps: [n, G], what remains of the state before that.
+        keeps: [n, G], the factor on the state before that addition.
         initial: [1, G, K, V], the state before every run; None for 0.
-        first_chunks: int32, the first chunk of each step, of those of the runs in order.
-        chunks_of_run: [R] int32, chunks of the runs in order, falling.
+        first_chunks: int32, the first chunk of each step, among the chunks of the sorted runs.
+        chunks_of_run: [R] int32, number of chunks of each run, in falling order.
     """
     contiguous = (tensor.contiguous() for tensor in (solved, reads, written, keeps))
     before, corrections, final = _Passage.apply(  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one
-or many at once.
+"""Gather streams, which yield the full tensors of a sharded model from the gathered shards of one bucket
+after another, one tensor at a time or many at once.
 
-Where every element comes from is written as copies between two flat tensors, of which few are left
-(``weight_sync.plan``). Buckets are gathered into pages that the kernel handed out, and cleared, once and not
-for every bucket.
+The origin of every element is described by copies between two flat tensors, few of which remain after merging
+(``weight_sync.plan``). Buckets are gathered into memory pages that the kernel allocates and clears once, and
+not for every bucket.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megarl.weight_sync.plan import BufferRegion, Copy, FlatBucket, FlatBucketIt
 
 
 class SpareMemory:
-    """Pieces that nobody uses at present."""
+    """A pool of memory blocks that are not in use at present."""
 
     def __init__(self) -> None:
         self._pieces: list[torch.Tensor] = []
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[count], undefined: a spare piece that is large enough, or new memory in place of one that is
-        not."""
+        """Return an uninitialised tensor [count], from a spare block that is large enough, or else from new
+        memory that replaces a spare block."""
         if not count:
             # of no piece, which could not be given back
             return torch.empty(0, dtype=dtype, device=device)
@@ -40,8 +40,7 @@ class SpareMemory:
         return torch.empty(count, dtype=dtype, device=device)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Make the whole memory of ``tensor`` a spare piece; nobody may look at any part of it from now
-        on."""
+        """Add the whole storage of ``tensor`` to the pool; no part of the storage may be used afterwards."""
         if tensor.numel() and not tensor.is_meta:
             self._pieces.append(
                 torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -56,11 +55,11 @@ _SHARDS, _COPIED = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class FullTensor:
-    """A tensor and where it comes from.
+    """A full tensor and the origin of its elements.
 
     Attributes:
         name, shape: of the tensor.
-        copies: that make it, from all shards into it alone; together they fill it.
+        copies: copies from all shards into this tensor alone, which together fill it.
     """
 
     name: str
@@ -69,13 +68,13 @@ class FullTensor:
 
 
 class UnshardPlan:
-    """FullTensor tensors out of the shards of all ranks.
+    """Plan that builds full tensors from the shards of all ranks.
 
     Args:
-        tensors: in the order in which they are given.
+        tensors: the tensors, in the order in which they are returned.
 
     Attributes:
-        places: of the tensors, in their order.
+        places: regions of the tensors, in the same order.
     """
 
     def __init__(self, tensors: Iterable[FullTensor]) -> None:
@@ -86,7 +85,7 @@ class UnshardPlan:
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
     def _add(self, tensor: FullTensor) -> Iterator[Copy]:
-        """The copies that it needs."""
+        """Add a region for the tensor, and yield the copies that it needs."""
         count = math.prod(tensor.shape)
         # A tensor that is in one piece among the shards is shown there, without a copy.
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
@@ -99,13 +98,13 @@ class UnshardPlan:
 
     @torch.no_grad()
     def flats(self, shards: torch.Tensor, spare: SpareMemory | None = None) -> tuple[torch.Tensor, ...]:
-        """The flat tensors of the places.
+        """Return the flat tensors that contain the regions.
 
         Args:
-            shards: [ranks, elements of a rank's shards]; no more to be written to, as tensors may be views of
-                it.
-            spare: where the memory of ``shards`` is from, and goes if no tensor is a view of it; None where
-                it is somebody's.
+            shards: [ranks, elements of a rank's shards]; must not be written to afterwards, as tensors may be
+                views of it.
+            spare: the pool that the memory of ``shards`` came from, and to which it returns if no tensor is a
+                view of it; None if the memory belongs to another owner.
         """
         copied = (spare or SpareMemory()).empty(self._length, shards.dtype, shards.device)
         for copy in self._copies:
@@ -117,18 +116,18 @@ class UnshardPlan:
         return shards.new_empty(0), copied
 
     def tensors(self, shards: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, contiguous; of shards see ``flats``."""
+        """Return names and full tensors, contiguous; see ``flats`` for ``shards``."""
         return self.tensors_from(0, self.flats(shards))
 
     @torch.no_grad()
     def tensors_from(self, first: int, flats: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Names and whole tensors from index ``first`` on, as views of what ``flats`` gave."""
+        """Return names and full tensors from index ``first`` on, as views of the result of ``flats``."""
         return [(place.name, place.of(flats)) for place in self.places[first:]]
 
 
 def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Neighbours that take at most ``most`` bytes together, or one that alone takes more; ``size_of`` gives
-    bytes."""
+    """Yield runs of consecutive items that take at most ``most`` bytes together, or a single item that takes
+    more; ``size_of`` returns bytes."""
     bucket: list[Item] = []
     taken = 0
     for item in items:
@@ -143,14 +142,14 @@ def in_buckets(items: Iterable[Item], size_of: Callable[[Item], int], most: int)
 
 
 class InFlightBucket:
-    """FullTensor tensors whose shards are on their way to this rank.
+    """Full tensors whose shards are being gathered to this rank.
 
     Args:
-        unshard_plan: of the tensors.
+        unshard_plan: plan of the tensors.
         shards: [ranks, elements of a rank's shards], see ``UnshardPlan.flats``.
-        pending: the collective that brings them; None where they are there.
-        spare: where the memory of ``shards`` is from, and where it goes when nobody needs it any more; None
-            where it is somebody's.
+        pending: the collective that gathers the shards; None if they are complete.
+        spare: the pool that the memory of ``shards`` came from, and to which it returns when it is no longer
+            needed; None if the memory belongs to another owner.
     """
 
     def __init__(
@@ -166,22 +165,24 @@ class InFlightBucket:
         self.spare = spare
 
     def wait(self) -> None:
-        """Wait until the shards are there."""
+        """Wait until the shards are complete."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def flats(self) -> tuple[torch.Tensor, ...]:
-        """Wait for the shards; return the flat tensors that the places of the unshard plan are in."""
+        """Wait for the shards; return the flat tensors that contain the regions of the unshard plan."""
         self.wait()
         return self.unshard_plan.flats(self._shards, self.spare)
 
 
 class GatherStream(FlatBucketIterator):
-    """The tensors of every bucket in flight; while those of one are taken the next is on its way.
+    """Stream of the tensors of every bucket in flight; the next bucket is gathered while the tensors of one
+    are consumed.
 
     Args:
-        arrivals: each sets out when it is asked for, into memory of others that were taken in flat_buckets.
+        arrivals: yields buckets, each of which begins its gather when it is requested, into memory of earlier
+            buckets that were taken as flat buckets.
     """
 
     def __init__(self, arrivals: Iterable[InFlightBucket]) -> None:
@@ -194,7 +195,7 @@ class GatherStream(FlatBucketIterator):
         self._leave()
 
     def _leave(self) -> None:
-        """Done with the present tensors; they are not kept while others come."""
+        """Release the present tensors, so that their memory is not kept while others arrive."""
         if self._spare is not None and not self._kept:
             for flat in self._flats:
                 self._spare.give(flat)
@@ -205,8 +206,8 @@ class GatherStream(FlatBucketIterator):
         self._pairs = None
 
     def _is_at_end(self) -> bool:
-        """Return whether no tensor is left, after going on to the next bucket in flight where none is left of
-        the present one."""
+        """Advance to the next bucket in flight if the present one is exhausted; return whether no tensor is
+        left at all."""
         while self._next == self._count:
             self._leave()
             arrived = next(self._arrived, None)
@@ -217,8 +218,8 @@ class GatherStream(FlatBucketIterator):
         return False
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        """Name and tensor, contiguous. It is nobody else's; but many share one storage, which is there for
-        as long as one is kept."""
+        """Return the next name and tensor, contiguous. The tensor is the caller's own, but many share one
+        storage, which exists as long as one of its tensors is kept."""
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._unshard_plan is not None
@@ -230,8 +231,8 @@ class GatherStream(FlatBucketIterator):
         return next(self._pairs)
 
     def take(self, most: int) -> FlatBucket | None:
-        """Tensors of the present bucket in flight that come next, from one up to ``most``; None after the
-        last one."""
+        """Return the next tensors of the present bucket in flight, at least one and at most ``most``; None
+        after the last one."""
         if self._is_at_end():
             return None
         assert self._unshard_plan is not None
@@ -243,7 +244,7 @@ class GatherStream(FlatBucketIterator):
         return flat_bucket
 
     def close(self) -> None:
-        """Wait for what is under way; no more comes."""
+        """Wait for pending collectives, and end the stream."""
         self._leave()
         self._arrived.close()
 
@@ -251,7 +252,7 @@ class GatherStream(FlatBucketIterator):
 def _one_ahead(
     arrivals: Iterable[InFlightBucket],
 ) -> Generator[tuple[UnshardPlan, tuple[torch.Tensor, ...], SpareMemory | None]]:
-    """Each bucket in flight once it is there, with the next one on its way."""
+    """Yield each bucket in flight once it is complete, with the gather of the next one already begun."""
     setting_out = iter(arrivals)
     coming = next(setting_out, None)
     try:

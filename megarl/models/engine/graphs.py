@@ -1,8 +1,8 @@
-"""CUDA graphs of functions whose shapes are fixed: one launch in the place of hundreds, which take a host
-longer than the device computes.
+"""CUDA graphs of functions whose shapes are fixed: one launch replaces hundreds, which take the host longer
+than the device computes.
 
 A decoding step of a model of 1.5 billion parameters has 620 kernels that run for 5 ms; launched one by one
-they take 72.
+they take 72 ms.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 logger = logging.getLogger(__name__)
 
 Function: TypeAlias = Callable[..., torch.Tensor]
-"""Of tensors. All else that it reads and writes has to stay where it is: parameters, a cache, a position that
-is a tensor. Python's numbers are those of the call that is recorded, so that they have to follow from the
-key."""
+"""A function of tensors. All other memory that it reads and writes must stay at its address: parameters, a
+cache, a position stored in a tensor. Python numbers keep their values of the recorded call, so that they must
+follow from the key."""
 
 
 class Capture(Protocol):
-    """Records the device work of a function."""
+    """A recorder of the device work of a function."""
 
     def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a function once, whose libraries get what they need there: handles, workspaces, compiled
+        """Run a function once, so that libraries can allocate what they need: handles, workspaces, compiled
         kernels, communicators."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record a function, which may be run or not; return what runs it, and the tensor that its result
-        then is in."""
+        """Record a function, which may or may not run meanwhile. Return a function that runs the recording,
+        and the tensor that then holds its result."""
 
 
 class CudaCapture:
-    """Records CUDA graphs, all of them in one pool of memory: they are run one at a time, and a result is
-    read before the next one.
+    """A recorder of CUDA graphs, all in one memory pool: the graphs run one at a time, and a result is read
+    before the next graph runs.
 
     Args:
         device: a CUDA device.
@@ -47,7 +47,8 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """See ``Capture``; on the stream that graphs are recorded on, as torch wants it."""
+        """Run a function once, as in ``Capture``, on the stream on which graphs are recorded, as torch
+        requires."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -66,7 +67,7 @@ class CudaCapture:
 
 @dataclass
 class _Recorded:
-    """A function at one key; ``replay`` and ``result`` once it is recorded."""
+    """A function at one key; ``replay`` and ``result`` are set once it is recorded."""
 
     inputs: list[torch.Tensor]
     replay: Callable[[], None] | None = None
@@ -75,14 +76,14 @@ class _Recorded:
 
 @dataclass
 class Graphs:
-    """Runs functions of fixed shapes: each key's first call as it is, which warms up, later ones from a
-    recording.
+    """A runner of functions of fixed shapes. The first call of each key runs directly, which warms up; later
+    calls run from a recording.
 
     Attributes:
-        capture: records; None runs every call as it is.
-        few_sizes: shapes had better be few. It stays so after a recording has failed: what leaves a batch
-            depends on it, and the ranks of a model, of which another may go on recording, have to let the
-            same rows leave.
+        capture: the recorder; None runs every call directly.
+        few_sizes: there should be few different shapes. It stays True after a recording has failed: the rows
+            that leave a batch depend on it, and another rank of the model may still record, but all ranks
+            must let the same rows leave.
     """
 
     capture: Capture | None = None
@@ -96,13 +97,13 @@ class Graphs:
         """Return ``function(*inputs)``.
 
         Args:
-            key: of all that ``function`` depends on but for tensors' values; shapes of ``inputs`` are added
-                to it.
+            key: key of everything that ``function`` depends on, except tensors' values; the shapes of
+                ``inputs`` are added to it.
             function: see ``Function``.
-            inputs: are copied to tensors that stay.
+            inputs: tensors that are copied to fixed memory.
 
         Returns:
-            The result, which holds until the next call with this key.
+            The result, which is valid until the next call with this key.
         """
         if self.capture is None:
             return function(*inputs)
@@ -135,12 +136,12 @@ _logged: set[str] = set()
 
 
 def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
-    """Graphs of a device; without recording on a CPU, where there is a ``refusal``, which is logged once, and
-    after a recording has failed.
+    """Return the graphs of a device. They record nothing on a CPU, with a ``refusal`` (which is logged once),
+    or after a recording has failed.
 
-    Graphs have addresses of parameters and of a cache. They are made for one call of generation and go with
-    it: between two calls parameters leave the device and come back elsewhere, and training needs the memory
-    of the cache.
+    Graphs hold addresses of parameters and of a cache. They are built for one call of generation and are
+    discarded after it: between two calls parameters are offloaded and return to other addresses, and training
+    needs the memory of the cache.
     """
     if device.type != "cuda":
         return Graphs()

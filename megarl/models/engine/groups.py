@@ -1,7 +1,7 @@
-"""The process groups of one worker, as the engine needs them, and calls that rank 0 alone makes while the
-others wait.
+"""The process groups of one worker, as the engine needs them, and a context for work that only rank 0 does
+while the other ranks wait.
 
-A backend builds them; nothing here knows which.
+A backend builds the groups; nothing here depends on the backend.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megarl.models.engine.context import ContextShare
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """Process groups and this process's place in them.
+    """Process groups and this process's ranks in them.
 
     Ranks are laid out with tensor parallel fastest, then context, data and pipeline parallel slowest, as in
     ``NamedSharding(arange(world).reshape(pp, dp, cp, tp))``.
 
     Attributes:
         tensor, context, data, pipeline: process groups.
-        ring: the context-parallel ranks send keys and values round instead of gathering them.
+        ring: the context-parallel ranks pass keys and values around a ring instead of gathering them.
     """
 
     tensor: dist.ProcessGroup
@@ -88,34 +88,33 @@ class ParallelGroups:
 
     @property
     def is_first_in_stage(self) -> bool:
-        """Return whether this process is the one of its pipeline stage that stands first in all other
-        dimensions."""
+        """True if this process is the first of its pipeline stage in all other dimensions."""
         return self.tensor_rank == self.context_rank == self.data_rank == 0
 
     @property
     def last_stage_global_rank(self) -> int:
-        """Global rank of the last pipeline stage that shares this process's other coordinates."""
+        """Global rank of the process on the last pipeline stage that has this process's other coordinates."""
         return dist.get_global_rank(self.pipeline, self.pipeline_size - 1)
 
     def coordinates(self) -> str:
-        """Coordinates for error messages and logs: ``pp1 dp0 cp0 tp1``."""
+        """Return the coordinates for error messages and logs: ``pp1 dp0 cp0 tp1``."""
         return f"pp{self.pipeline_rank} dp{self.data_rank} cp{self.context_rank} tp{self.tensor_rank}"
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` summed in place over the data-parallel group."""
+        """Sum ``values`` in place over the data-parallel group, and return them."""
         if self.data_size > 1:
             dist.all_reduce(values, group=self.data)
         return values
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` of the last pipeline stage, on every stage; the tensor has to have the same shape and
-        dtype everywhere."""
+        """Broadcast ``values`` in place from the last pipeline stage to every stage, and return them; shape
+        and dtype must be equal on all stages."""
         if self.pipeline_size > 1:
             dist.broadcast(values, src=self.last_stage_global_rank, group=self.pipeline)
         return values
 
     def object_from_last_stage(self, value: Any) -> Any:
-        """A small picklable object of the last pipeline stage, on every stage."""
+        """Return the last pipeline stage's ``value``, a small picklable object, on every stage."""
         if self.pipeline_size == 1:
             return value
         box = [value]
@@ -124,10 +123,11 @@ class ParallelGroups:
 
 
 def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
-    """Give the ranks of a group the random-number state of its first one. A collective over the group.
+    """Give all ranks of a group the random-number state of the group's first rank. A collective over the
+    group.
 
-    Tensor-parallel ranks that compute the same activations have to drop the same values of them: else what
-    each of them has whole, activations and parameters, becomes another on every rank.
+    Tensor-parallel ranks that compute the same activations must drop the same elements. Otherwise activations
+    and parameters that every rank holds in full would differ between ranks.
     """
     if dist.get_world_size(group) > 1:
         states = here.rng_state()
@@ -141,8 +141,8 @@ def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
-    """True on rank 0, which works while the others wait; what fails there fails on all ranks (as ``kind``),
-    so that none waits indefinitely."""
+    """Yield True on rank 0, which works while the others wait, and False elsewhere. An error on rank 0 is
+    raised on all ranks (elsewhere as ``kind``), so that none waits indefinitely."""
     failure: Exception | None = None
     try:
         yield dist.get_rank() == 0

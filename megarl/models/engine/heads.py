@@ -1,7 +1,7 @@
-"""Heads: what is computed from what the output layer gives for a micro-batch. The same log-probabilities
-serve the log-prob pass and every loss.
+"""Heads, which compute the results of a micro-batch from the output layer's result. The log-prob pass and
+every loss use the same log-probabilities.
 
-Legend: b micro-batch rows, S their length; n rows and t tokens in front of the model
+Legend: b micro-batch rows, S their length; n rows and t tokens that enter the model
 (``megarl.models.engine.model_input``), V vocabulary columns of this rank.
 """
 
@@ -27,14 +27,13 @@ class HeadOutput:
     """Result of one micro-batch.
 
     Attributes:
-        loss: differentiable scalar, this micro-batch's share of the global loss; None where nothing is
-            trained.
+        loss: differentiable scalar, this micro-batch's share of the global loss; None if nothing is trained.
         tensors: per-row results, detached.
         metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that
             no micro-batch waits for the device.
-        gradient_peaks: once the backward pass is through, the largest absolute entries of the loss's
-            gradients by what it reads: the log-probabilities and perhaps the entropies, or the values; 0-d
-            each.
+        gradient_peaks: after the backward pass, the largest absolute entries of the loss's gradients with
+            respect to its inputs, 0-d each. The inputs are the log-probabilities and possibly the entropies,
+            or the values.
     """
 
     loss: torch.Tensor | None = None
@@ -44,7 +43,7 @@ class HeadOutput:
 
 
 class Head(Protocol):
-    """Turns the output layer's answer for a micro-batch into a result."""
+    """A function that computes the result of a micro-batch from the output layer's result."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
         """Return the request to the output layer; None for the logits of all positions."""
@@ -52,29 +51,31 @@ class Head(Protocol):
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """The result.
+        """Compute the result.
 
         Args:
-            output: what the output layer answered to ``request``: without one the shard of logits [n, t, V].
-            model_input: what went in.
-            request: as ``asks`` gave it; None also where the output layer answers none.
+            output: the output layer's result for ``request``; without a request the shard of logits [n, t,
+                V].
+            model_input: the input of the model.
+            request: the request from ``asks``; None also if the output layer computes no requests.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobHead:
-    """Log-probabilities of the tokens that are there, or of those of them that the micro-batch wants
+    """Log-probabilities of the batch's own tokens, or only of those that the micro-batch asks for
     (``ModelInput.scored``).
 
     Attributes:
-        shard: which vocabulary columns this rank holds.
-        sampling: how tokens are sampled in generation, and so scored here.
-        chunk_size: positions whose logits are there at a time (``policy.logprob_chunk_size``); None for all
-            of a micro-batch.
-        with_entropies: make the entropies of the distributions that the tokens count as sampled from, too.
-        further: key of a micro-batch [b, S, K] of integers: tokens whose log-probabilities are made too,
-            entry i by the distribution that token i+1 is sampled from; None for none.
-        largest: make those of this many of the most likely tokens instead; 0 for none.
+        shard: the vocabulary columns of this rank.
+        sampling: how tokens are sampled in generation, and therefore scored here.
+        chunk_size: number of positions whose logits exist at a time (``policy.logprob_chunk_size``); None for
+            all positions of a micro-batch.
+        with_entropies: also compute the entropies of the distributions from which the tokens count as
+            sampled.
+        further: key of a micro-batch tensor [b, S, K] of integers: further tokens whose log-probabilities are
+            computed too, entry i under the distribution from which token i+1 is sampled; None for none.
+        largest: number K of most likely tokens that are scored instead of ``further``; 0 for none.
     """
 
     shard: VocabularyShard
@@ -114,8 +115,8 @@ class LogprobHead:
     def next_token_scores(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> TokenScores:
-        """[b, S-1] float32: entry i is of token i+1 given tokens up to i; 0 where the request leaves it out.
-        Of further tokens [b, S-1, K]."""
+        """Compute scores [b, S-1] float32, in which entry i belongs to token i+1 given the tokens up to i; 0
+        where the request excludes a token. The scores of further tokens are [b, S-1, K]."""
         if request is None:
             scores = self._scores_of_logits(output, model_input)
         else:
@@ -123,8 +124,8 @@ class LogprobHead:
         return scores.each(model_input.to_rows)
 
     def _scores_of_logits(self, logits: torch.Tensor, model_input: ModelInput) -> TokenScores:
-        """[n, t] of all positions: every one has a target, also a last one; cutting the logits instead would
-        copy the largest tensor there is."""
+        """Compute scores [n, t] of all positions. Even the last position has a target, because cutting the
+        logits would copy the largest tensor there is."""
         targets, further = model_input.targets, self._further(model_input)
         if self.largest:
             further = largest_tokens(logits.detach().flatten(0, 1), self.shard, self.largest)
@@ -138,14 +139,14 @@ class LogprobHead:
     def next_token_logprobs(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> torch.Tensor:
-        """The log-probabilities of ``next_token_scores``."""
+        """Return the log-probabilities of ``next_token_scores``."""
         return self.next_token_scores(output, model_input, request).logprobs
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """``logprobs`` [b, S] float32: column 0, everything beyond ``input_lengths`` and what the request
-        leaves out exactly 0."""
+        """Compute ``logprobs`` [b, S] float32; column 0, all positions beyond ``input_lengths`` and all
+        tokens that the request excludes are exactly 0."""
         return HeadOutput(
             tensors={
                 "logprobs": _with_first_token(
@@ -156,8 +157,8 @@ class LogprobHead:
 
 
 def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
-    """[b, S] from [b, S-1] of the tokens but the first, detached; column 0 and everything beyond
-    ``input_lengths`` exactly 0."""
+    """Extend [b, S-1], the values of all tokens but the first, to [b, S], detached; column 0 and all
+    positions beyond ``input_lengths`` are exactly 0."""
     logprobs = F.pad(values, (1, 0))
     positions = torch.arange(logprobs.shape[1], device=logprobs.device)
     inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
@@ -167,11 +168,11 @@ def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class TopkHead:
-    """The most likely tokens at each position, with their log-probabilities, and those of the tokens that
-    are there.
+    """The most likely tokens at each position and their log-probabilities, besides the log-probabilities of
+    the batch's own tokens.
 
     Attributes:
-        scores: makes them; its ``largest`` is how many.
+        scores: computes these log-probabilities; its ``largest`` is the number of most likely tokens.
     """
 
     scores: LogprobHead
@@ -183,9 +184,9 @@ class TopkHead:
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """``logprobs`` [b, S] as of ``LogprobHead``; ``topk_logits`` [b, S, K] float32 and ``topk_indices``
-        [b, S, K] int64, entry i of the distribution of token i+1: 0 where there is no such token, or the
-        request leaves it out."""
+        """Compute ``logprobs`` [b, S] as ``LogprobHead`` does, ``topk_logits`` [b, S, K] float32 and
+        ``topk_indices`` [b, S, K] int64. Entry i of the latter two belongs to the distribution of token i+1;
+        it is 0 if there is no such token, or the request excludes it."""
         found = self.scores.next_token_scores(output, model_input, request)
         assert found.further is not None and found.largest is not None, (
             "the most likely tokens were not asked for"
@@ -202,15 +203,14 @@ class TopkHead:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """A loss (``LossFunction``), fed with the same log-probabilities.
+    """A loss (``LossFunction``) of the same log-probabilities.
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and
-            ``next_token_logprobs`` [b, S-1]; where the log-probabilities come with entropies, with
-            ``next_token_entropies`` [b, S-1] too, and where they come with those of further tokens, with
-            ``scored_logprobs`` [b, S-1, K].
-        logprobs: makes the log-probabilities.
-        normalizers: of the global batch.
+            ``next_token_logprobs`` [b, S-1]; if there are entropies, also with ``next_token_entropies`` [b,
+            S-1], and if further tokens are scored, with ``scored_logprobs`` [b, S-1, K].
+        logprobs: computes the log-probabilities.
+        normalizers: normalisers of the global batch.
     """
 
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
@@ -235,20 +235,20 @@ class LossHead:
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Values of tokens, from a model that scores (``megarl.models.engine.scoring``): what its one output says
-    at each token."""
+    """Values of tokens, from a model that scores (``megarl.models.engine.scoring``): its one output at each
+    token."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Return None: values need the output of all positions."""
         return None
 
     def values(self, output: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
-        """[b, S] float32: entry i is the output at token i, from all tokens up to it; 0 beyond
-        ``input_lengths``. Differentiable.
+        """Return the values [b, S] float32: entry i is the output at token i, from all tokens up to it; 0
+        beyond ``input_lengths``. Differentiable.
 
         Args:
-            output: [n, t, 1]; temperatures are of no concern here.
-            model_input: what went in.
+            output: [n, t, 1], which no temperature divides.
+            model_input: the input of the model.
         """
         # float32: a 16-bit value would round returns and advantages, which are differences of values.
         values = model_input.to_token_rows(output.squeeze(-1).float())
@@ -259,18 +259,18 @@ class ValueHead:
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """``values`` [b, S] float32."""
+        """Compute ``values`` [b, S] float32."""
         return HeadOutput(tensors={"values": self.values(output, model_input).detach()})
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLossHead:
-    """A loss of values, fed with the same values.
+    """A loss of the same values.
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``values`` [b, S].
-        reads: makes the values.
-        normalizers: of the global batch.
+        reads: computes the values.
+        normalizers: normalisers of the global batch.
     """
 
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
@@ -295,7 +295,7 @@ def _loss_of(
     normalizers: Normalizers,
     **read: torch.Tensor,
 ) -> HeadOutput:
-    """The loss of a micro-batch; ``read`` is what it is called with besides the data and the normalisers."""
+    """Compute the loss of a micro-batch, from ``read`` as well as the data and the normalisers."""
     peaks: list[torch.Tensor] = []
     for values in read.values():
         if values.requires_grad and values.numel():

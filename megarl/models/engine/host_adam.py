@@ -1,10 +1,9 @@
-"""Steps the part of an optimizer's states that is kept in host memory, where torch's fused Adam runs on the
-CPU.
+"""Optimizer steps for states that are kept in host memory, with torch's fused Adam on the CPU.
 
-A slice at a time goes through: its gradient comes from the device, the CPU steps it, and its weights go
-back. While the CPU steps one slice, the gradient of the next one and the weights of the last one are under
-way, on a stream of their own; nothing of the states crosses. Gradients that came before the step, while the
-backward pass went on, are read where they are.
+One slice at a time is processed: its gradient comes from the device, the CPU steps it, and its weights return
+to the device. While the CPU steps one slice, the gradient of the next slice and the weights of the previous
+one are copied, on a separate stream; no states are copied. Gradients that were copied before the step, during
+the backward pass, are read where they are.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from megarl.models.engine.low_precision_adam import Hyperparameters, Shard, Stat
 from megarl.models.engine.state_formats import BLOCK
 
 SLICE = BLOCK * 2**10
-"""Numbers that are under way at a time: enough for a copy between device and host to run at its full
-speed."""
+"""Elements of a slice: enough for a copy between device and host to run at full speed."""
 _PINNED_BLOCK = 2**28
 _ALIGNMENT = 256
 
 
 class HostMemory:
-    """Page-locked memory, in large blocks: torch rounds each that it locks up to a power of two.
+    """Page-locked memory in large blocks, because torch rounds each block that it locks up to a power of two.
 
     Args:
-        pin: False on a machine whose memory is all the same.
+        pin: lock the pages; False on a machine without a GPU.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -38,7 +36,7 @@ class HostMemory:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def zeros_like(self, outline: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of zeros with the shape and type of a tensor of the meta device."""
+        """Allocate zeros with the shape and dtype of a tensor on the meta device."""
         size = -(-outline.nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > self._block.numel():
             self._block = torch.zeros(max(size, _PINNED_BLOCK), dtype=torch.uint8, pin_memory=self._pin)
@@ -48,7 +46,7 @@ class HostMemory:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Page-locked buffers of one slice; ``copied`` is recorded behind its last copy."""
+    """Page-locked buffers of one slice; the event ``copied`` is recorded after their last copy."""
 
     gradient: torch.Tensor
     weights: torch.Tensor
@@ -56,10 +54,10 @@ class _Buffers:
 
 
 class HostAdam:
-    """Steps shards whose moments and master weights are in host memory.
+    """Adam steps of shards whose moments and master weights are in host memory.
 
     Args:
-        device: of weights and gradients.
+        device: device of weights and gradients.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,19 +76,19 @@ class HostAdam:
         return _Buffers(gradient, weights, torch.cuda.Event() if self._is_cuda else None)
 
     def begin(self) -> None:
-        """Take what the device has queued so far for the work that gradients come from. What it queues until
-        ``step`` runs at the same time."""
+        """Make the copies wait for all work queued on the device so far, which produces the gradients. Work
+        that is queued later, until ``step``, runs concurrently."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
     def copy_early(self, parameter: torch.Tensor, gradient: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Begin to copy the gradient of a shard, which nothing changes before the next step.
+        """Begin to copy the gradient of a shard, which must not change before the next step.
 
         Args:
-            parameter: whose gradient it is.
-            gradient: [n], of the states in host memory.
-            wait: lets a stream wait until the gradient is reduced.
+            parameter: parameter of the gradient.
+            gradient: [n], the part whose states are in host memory.
+            wait: makes a stream wait until the gradient is reduced.
         """
         # Kept for all steps: locking pages again would cost more than the copy.
         if parameter not in self._early:
@@ -103,12 +101,13 @@ class HostAdam:
         self._arrived.add(parameter)
 
     def early(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of a shard in host memory, or where it is on the way to; None where no copy was
+        """Return the host copy of a shard's gradient, which may not be complete yet; None if no copy was
         begun."""
         return self._early[parameter] if parameter in self._arrived else None
 
     def forget(self) -> None:
-        """Let the next step have other gradients; what is still copied is so before they are written."""
+        """Forget the early gradients, so that the next step has others; pending copies complete before the
+        gradients are overwritten."""
         self._arrived.clear()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -142,8 +141,8 @@ class HostAdam:
         self.forget()
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
-        """Have the gradient of a slice come. Its buffers are those of the third slice before, whose copies
-        are behind it in the same stream, and whose CPU part is done."""
+        """Begin to copy the gradient of a slice to the host. Its buffers were last used by the third slice
+        before, whose copies precede this one in the same stream, and whose CPU step is done."""
         buffers = self._buffers[number % len(self._buffers)]
         if self._is_cuda:
             # the CPU writes weights into them once the gradient is there

@@ -1,4 +1,4 @@
-"""Which of the engine's Triton kernels compute on a device."""
+"""Choice of the engine's Triton kernels for a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl import env
 
 @functools.cache
 def kernels(module: str, variable: str, device: str) -> ModuleType | None:
-    """The kernels of a module of this package, where they are to compute: where the environment variable
-    asks for them; where it is unset, on CUDA devices with Triton.
+    """Return a module of this package with Triton kernels, or None if the device is to compute without them.
+    The environment variable decides; if it is unset, CUDA devices with Triton use the kernels.
 
     Args:
         module: name of the module, which imports Triton.
-        variable: of the environment, 0 or 1.
+        variable: name of the environment variable, 0 or 1.
         device: type of the device.
     """
     # find_spec and no import: Triton is loaded only where it computes.

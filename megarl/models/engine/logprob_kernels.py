@@ -1,13 +1,13 @@
-"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once
-forward, and read and written once backward.
+"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once in the
+forward pass, and read and written once in the backward pass.
 
-They compute what the PyTorch code of ``megarl.models.engine.logprobs`` computes, which is their reference.
+They compute the same as the PyTorch code of ``megarl.models.engine.logprobs``, which is their reference.
 Triton's interpreter runs them on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and
-``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for devices that are not there. On an H200 they give
-the numbers of the CPU; their block sizes are not tuned. Equal inputs give equal bits: each row is summed by
-one program, in one order.
+``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for devices that are not present. On an H200 they give
+the same numbers as on a CPU; their block sizes are not tuned. Equal inputs give equal bits: one program sums
+each row, in a fixed order.
 
-Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding.
+Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are not padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 LARGEST_BLOCK = 4096
-"""Columns that one program has in its registers at a time: float32, 16 KiB over eight warps."""
+"""Maximum columns that one program holds in its registers at a time: float32, 16 KiB over eight warps."""
 # finite, so that exponentials of a row that is minus infinity everywhere are 0 and not undefined
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 # exponentials of anything below are 0: in a product with them it stands for minus infinity
@@ -26,7 +26,7 @@ NEGLIGIBLE = tl.constexpr(-1000.0)
 
 @triton.jit
 def _scaled(places, mask, temperature, is_scaled: tl.constexpr):
-    """Logits over the temperature in float32, minus infinity where ``mask`` is false."""
+    """Load logits divided by the temperature in float32, minus infinity where ``mask`` is false."""
     values = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
     if is_scaled:
         # rounded as the bounds were, which are compared with it
@@ -52,9 +52,9 @@ def _statistics(
     with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row a program: its maximum, its sum of exponentials relative to it (Milakov and Gimelshein, 2018),
-    its target's logit; for entropies the sum of exponentials times logits too, both relative to the maximum,
-    which moves in the same way."""
+    """Compute for one row per program its maximum, its sum of exponentials relative to the maximum (Milakov
+    and Gimelshein, 2018), and its target's logit. For entropies, also compute the sum of exponentials times
+    logits, both relative to the maximum, which is rescaled in the same way when the maximum grows."""
     # int64: rows times a vocabulary exceed 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
@@ -108,7 +108,7 @@ def _gradient(
     with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One block of columns of one row a program; ``gradient`` may be ``logits``."""
+    """Compute the gradient of one block of columns of one row per program; ``gradient`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * block
     columns = first + tl.arange(0, block)
@@ -136,11 +136,11 @@ def _gradient(
 
 
 INTERPRETED = not isinstance(_statistics, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels, on any device."""
+"""True if Triton's interpreter runs the kernels, on any device."""
 
 
 def _block(columns: int) -> tuple[int, int]:
-    """Columns of a program, and its warps."""
+    """Return the number of columns of a program, and its number of warps."""
     block = min(triton.next_power_of_2(columns), LARGEST_BLOCK)
     return block, 8 if block == LARGEST_BLOCK else 4
 
@@ -154,19 +154,19 @@ def statistics(
     bounds: torch.Tensor | None,
     with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T] float32: maximum, sum of exponentials relative to it, and target logit (0 where the target lives
-    on another rank); for entropies [4, T], with the sum of exponentials times logits, both relative to the
-    maximum.
+    """Compute [3, T] float32: maximum, sum of exponentials relative to the maximum, and target logit (0 if
+    the target is on another rank). For entropies the result is [4, T], with the sum of exponentials times
+    logits, both relative to the maximum.
 
     Args:
-        logits: [T, V] of any floating dtype; columns adjacent, rows may be apart.
+        logits: [T, V] of any floating dtype; columns are adjacent in memory, rows need not be.
         targets: [T] int64, vocabulary indices.
         start: vocabulary index of the first column.
-        own: columns that are no padding, at least 1.
-        temperature: what logits are divided by.
-        bounds: [T] float32: columns with a smaller scaled logit are left out of the sums; None leaves out
+        own: columns that are not padding, at least 1.
+        temperature: divisor of the logits.
+        bounds: [T] float32: columns with a smaller scaled logit are excluded from the sums; None excludes
             none.
-        with_entropies: the fourth row is asked for.
+        with_entropies: compute the fourth row.
     """
     tokens = logits.shape[0]
     found = torch.empty(3 + with_entropies, tokens, dtype=torch.float32, device=logits.device)
@@ -203,11 +203,12 @@ def write_gradient(
     slope: torch.Tensor | None = None,
     further: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write ``exp(x) (scale + slope x)`` of each scaled logit that is not left out, x relative to the
-    maximum, plus ``target_weight`` at the target, and at further tokens their weights.
+    """Write ``exp(x) (scale + slope x)`` for each scaled logit that is not excluded, with x relative to the
+    maximum, plus ``target_weight`` at the target and the further weights at further tokens.
 
     Args:
-        gradient: [T, V], written to, columns of padding with 0; columns adjacent; it may be ``logits``.
+        gradient: [T, V], the output, with 0 in columns of padding; columns are adjacent in memory; it may be
+            ``logits``.
         logits, targets, start, own, temperature, bounds: as for ``statistics``.
         maximum, scale, target_weight, slope: [T] float32; None for a slope of 0.
         further: vocabulary indices [T, K] int64 and weights [T, K] float32; None for none.

@@ -1,29 +1,30 @@
-"""Log-probabilities of given tokens, and entropies of the distributions they are from, by logits that are
-split over the vocabulary.
+"""Log-probabilities of given tokens, and entropies of the distributions of these tokens, from logits that are
+sharded over the vocabulary.
 
 Legend: T tokens, V vocabulary columns of this rank, R tensor-parallel ranks.
 
 For one token with target y the result is ``x_y / t - logsumexp_v(x_v / t)`` over the true vocabulary (t:
-temperature). Each rank reduces its own columns to three numbers a token (maximum, sum of exponentials, target
-logit); one all-gather a micro-batch brings them together. The backward pass needs no communication: the
-gradient of a column depends on that column, the maximum and the sum alone. The maximum is always subtracted
+temperature). Each rank reduces its own columns to three numbers per token (maximum, sum of exponentials,
+target logit); one all-gather per micro-batch combines them. The backward pass needs no communication: the
+gradient of a column depends only on that column, the maximum and the sum. The maximum is always subtracted
 first, and never added to the logarithm of the sum, which large logits would round away.
 
-The entropy of the same distribution p, ``-sum_v p_v log p_v``, takes one number more of each rank in the same
-pass, the sum of exponentials times logits, both relative to the maximum: it is ``log(sum) - E[logit]``. Its
-derivative by a scaled logit is ``-p_v (log p_v + entropy)``, which is written together with that of the
-log-probability.
+The entropy of the same distribution p, ``-sum_v p_v log p_v``, needs one more number from each rank in the
+same pass, the sum of exponentials times logits, both relative to the maximum: the entropy is ``log(sum) -
+E[logit]``. Its derivative by a scaled logit is ``-p_v (log p_v + entropy)``, which is written together with
+that of the log-probability.
 
-On a CUDA device with Triton one kernel reads the logits once forward, another reads and writes them once
-backward (``megarl.models.engine.logprob_kernels``). The PyTorch code here runs elsewhere, and is their
-reference; the environment variable ``MEGARL_LOGPROB_KERNEL`` (0 or 1) chooses one of them by hand.
+On a CUDA device with Triton one kernel reads the logits once in the forward pass, and another reads and
+writes them once in the backward pass (``megarl.models.engine.logprob_kernels``). The PyTorch code here runs
+elsewhere, and is the kernels' reference; the environment variable ``MEGARL_LOGPROB_KERNEL`` (0 or 1) selects
+one of the two explicitly.
 
-Further tokens may be scored at each position, by the same maximum and sum: a gather of their columns and an
-all-reduce of their logits, no second pass. The derivative of each is that of a target.
+Further tokens may be scored at each position with the same maximum and sum: a gather of their columns and an
+all-reduce of their logits, without a second pass. The derivative of each further token is that of a target.
 
-Where tokens are sampled with top-k or top-p, the sum goes over the columns that these keep, and over y, which
-was sampled and therefore was kept: rounding, or a step of the optimizer, may since have moved it over the
-edge, and a probability of zero would have no gradient that leads back.
+If tokens are sampled with top-k or top-p, the sum covers the columns that these keep, and y. The target y was
+sampled and therefore kept, but rounding, or a step of the optimizer, may since have moved it beyond the
+threshold, and a probability of zero would have no gradient to recover from.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, sm
 # float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
 NEGLIGIBLE = -1000.0
-"""The exponential of anything below is 0, also in float64: a product with it may take this in the place of
-minus infinity."""
+"""Bound below which every exponential is 0, also in float64, so that a product with the exponential may use
+this number instead of minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class VocabularyShard:
     """The columns of the output layer that this rank holds.
 
     Attributes:
-        size: true vocabulary size; columns from here on are padding and never enter a softmax.
+        size: true vocabulary size; columns from this index on are padding and never enter a softmax.
         start: vocabulary index of this rank's first column.
         group: tensor-parallel group; None when one rank holds all columns.
     """
@@ -66,18 +67,18 @@ class VocabularyShard:
 
     @property
     def ranks(self) -> int:
-        """Ranks that hold the vocabulary together."""
+        """Number of ranks that hold the vocabulary together."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
 def working_dtype(logits: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: float32, but for logits in float64."""
+    """Return the dtype of the computation: float32, or float64 if the logits are float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next
-    chunk."""
+    """Yield slices of rows, and the rows' first ``own`` columns divided by the temperature, in one buffer
+    that each next chunk overwrites."""
     tokens, dtype = logits.shape[0], working_dtype(logits)
     # At least one row, and no buffer larger than the rows that there are.
     step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
@@ -89,8 +90,8 @@ def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterato
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide logits in place, each quotient rounded once on every device, so that logits compare with bounds
-    made elsewhere."""
+    """Divide logits in place. Each quotient is rounded once on every device, so that logits can be compared
+    with bounds that were computed elsewhere."""
     # by a number of Python's, torch multiplies with its reciprocal on a CUDA device
     return logits.div_(torch.full((), temperature, dtype=logits.dtype, device=logits.device))
 
@@ -98,10 +99,11 @@ def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _kept_bounds(
     logits: torch.Tensor, shard: VocabularyShard, sampling: SamplingSettings
 ) -> torch.Tensor | None:
-    """[T], the same on all ranks: columns with at least this scaled logit can be sampled; None where all can.
+    """Return each position's lowest scaled logit that can still be sampled, [T] and equal on all ranks, or
+    None if all columns can be sampled.
 
-    Where top-p alone decides, every rank sees all columns of some tokens at a time; with top-k, the k largest
-    ones of each rank.
+    If only top-p limits the columns, every rank gathers all columns of some tokens at a time; with top-k, it
+    gathers the k largest columns of each rank.
     """
     if sampling.keeps_all(shard.size):
         return None
@@ -128,7 +130,7 @@ def _kept_bounds(
 
 
 def _columns_of_all(largest: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
-    """[rows, ranks x columns] from the [rows, columns] of each rank."""
+    """Gather the columns [rows, columns] of each rank into [rows, ranks x columns]."""
     if shard.ranks == 1:
         return largest
     gathered = torch.empty(shard.ranks, *largest.shape, dtype=largest.dtype, device=largest.device)
@@ -144,9 +146,9 @@ def _local_statistics(
     bounds: torch.Tensor | None,
     with_entropies: bool = False,
 ) -> torch.Tensor:
-    """[3, T]: maximum, sum of exponentials relative to it, and target logit (0 where the target lives on
-    another rank); for entropies [4, T], with the sum of exponentials times logits, both relative to the
-    maximum."""
+    """Compute [3, T] from this rank's columns: maximum, sum of exponentials relative to the maximum, and
+    target logit (0 if the target is on another rank). For entropies the result is [4, T], with the sum of
+    exponentials times logits, both relative to the maximum."""
     (tokens, columns), dtype = logits.shape, working_dtype(logits)
     own = shard.own(columns)
     statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
@@ -177,8 +179,8 @@ def _local_statistics(
 
 
 def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, ...]:
-    """Combine the statistics of all ranks: target logit, maximum, sum of exponentials relative to it, and for
-    entropies that of them times logits; [T] each."""
+    """Combine the statistics of all ranks: target logit, maximum, sum of exponentials relative to the
+    maximum, and for entropies the sum of these exponentials times logits; [T] each."""
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
@@ -200,7 +202,8 @@ def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Te
 
 
 def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels, where they are to compute; they do so in float32."""
+    """Return the Triton kernels if they are to compute these logits, otherwise None; the kernels compute in
+    float32."""
     if working_dtype(logits) != torch.float32:
         return None
     return kernels("logprob_kernels", "MEGARL_LOGPROB_KERNEL", logits.device.type)
@@ -209,14 +212,14 @@ def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
 @dataclass(frozen=True, slots=True)
 class SoftmaxSums:
     """Sums over the vocabulary that gradients of log-probabilities and entropies need besides the logits; [T]
-    each, the same on all ranks.
+    each, equal on all ranks.
 
     Attributes:
-        maximum: of the scaled logits over the vocabulary.
-        total: sum of exponentials relative to it, over the columns kept and the target.
-        left_out: share of the target in it, where the target is not among the columns kept, else 0.
-        bounds: columns with a smaller scaled logit are not kept; None where all are.
-        entropies: of the distribution over the columns kept and the target; None where nobody wants them.
+        maximum: maximum of the scaled logits over the vocabulary.
+        total: sum of exponentials relative to the maximum, over the columns kept and the target.
+        left_out: the target's share of ``total`` if the target is not among the columns kept, otherwise 0.
+        bounds: columns with a smaller scaled logit are not kept; None if all are kept.
+        entropies: entropies of the distribution over the columns kept and the target; None if not requested.
     """
 
     maximum: torch.Tensor
@@ -234,7 +237,7 @@ def score(
     *,
     with_entropies: bool = False,
 ) -> tuple[torch.Tensor, SoftmaxSums]:
-    """Log-probabilities [T] of ``targets`` [T] by ``logits`` [T, V], which autograd does not see; see
+    """Compute log-probabilities [T] of ``targets`` [T] from ``logits`` [T, V], without autograd; see
     ``vocab_parallel_logprobs``."""
     bounds = _kept_bounds(logits, shard, sampling)
     statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
@@ -255,12 +258,12 @@ def score(
 def score_further(
     logits: torch.Tensor, tokens: torch.Tensor, shard: VocabularyShard, temperature: float, sums: SoftmaxSums
 ) -> torch.Tensor:
-    """Log-probabilities [T, K] of ``tokens`` [T, K] by ``logits`` [T, V], which autograd does not see.
+    """Compute log-probabilities [T, K] of ``tokens`` [T, K] from ``logits`` [T, V], without autograd.
 
     Args:
-        logits, shard, temperature: as given to ``score``; sampling has to keep all tokens.
-        tokens: int64 vocabulary indices below ``shard.size``, the same on all ranks of the group.
-        sums: what ``score`` returned.
+        logits, shard, temperature: as given to ``score``; sampling must keep all tokens.
+        tokens: int64 vocabulary indices below ``shard.size``, equal on all ranks of the group.
+        sums: the sums that ``score`` returned.
     """
     assert sums.bounds is None, "of tokens that sampling leaves out there is no log-probability"
     dtype, own = working_dtype(logits), shard.own(logits.shape[1])
@@ -276,8 +279,8 @@ def score_further(
 
 
 def _own_places(tokens: torch.Tensor, shard: VocabularyShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of this rank for vocabulary indices, any where another rank has them; and where this one has,
-    bool."""
+    """Return this rank's columns of vocabulary indices, arbitrary for an index that another rank holds, and a
+    bool mask of the indices that this rank holds."""
     places = tokens - shard.start
     return places.clamp(0, own - 1), (places >= 0) & (places < own)
 
@@ -294,16 +297,16 @@ def gradient_of_logits(
     *,
     overwrite: bool,
 ) -> torch.Tensor:
-    """[T, V] in the dtype of ``logits``: the gradient of a sum of log-probabilities weighted by
-    ``grad_output`` [T], and of entropies weighted by ``grad_entropies`` [T].
+    """Compute the gradient [T, V], in the dtype of ``logits``, of a sum of log-probabilities weighted by
+    ``grad_output`` [T] and of entropies weighted by ``grad_entropies`` [T].
 
     Args:
         logits, targets, shard, temperature: as given to ``score``.
-        sums: what it returned.
-        grad_output, grad_entropies: float32; the latter None where there are no entropies.
+        sums: the sums that ``score`` returned.
+        grad_output, grad_entropies: float32; ``grad_entropies`` is None if there are no entropies.
         further: the tokens [T, K] of ``score_further``, and the weights [T, K] float32 of their
             log-probabilities; None for none.
-        overwrite: write the gradient over the logits, and return these.
+        overwrite: write the gradient over the logits, and return that tensor.
     """
     columns = logits.shape[1]
     own = shard.own(columns)
@@ -356,8 +359,8 @@ def gradient_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _GradientWeights:
-    """Factors of a gradient by logits, [T] each: the derivative by a scaled logit x of a row is ``exp(x)
-    (constant + slope x)``, x relative to the maximum, and for the target ``at_target`` more. ``slope`` is
+    """Factors of the gradient of logits, [T] each. The derivative by a scaled logit x of a row is ``exp(x)
+    (constant + slope x)``, with x relative to the maximum; the target's has ``at_target`` added. ``slope`` is
     None for 0."""
 
     constant: torch.Tensor
@@ -368,8 +371,8 @@ class _GradientWeights:
 def _weights_of_gradient(
     temperature: float, sums: SoftmaxSums, grad_output: torch.Tensor, grad_entropies: torch.Tensor | None
 ) -> _GradientWeights:
-    """With p = exp(x) / total, ``-p`` by the log-probability of another token, ``-p (log p + entropy)`` by
-    the entropy."""
+    """Compute the factors from two derivatives by a logit x, with p = exp(x) / total: ``-p`` for the
+    log-probability of another token, and ``-p (log p + entropy)`` for the entropy."""
     weight = grad_output / temperature
     constant, at_target = -weight / sums.total, weight * (1 - sums.left_out)
     if grad_entropies is None:
@@ -383,8 +386,8 @@ def _weights_of_gradient(
 
 
 class _VocabParallelScores(torch.autograd.Function):
-    """Log-probabilities, entropies where they are wanted, and those of further tokens where there are
-    some."""
+    """Autograd function of log-probabilities, of entropies if requested, and of the log-probabilities of
+    further tokens if there are any."""
 
     @staticmethod
     def forward(
@@ -438,15 +441,15 @@ class _VocabParallelScores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities, and entropies where asked for, of tokens; of one shape.
+    """Log-probabilities of tokens, and entropies if requested, of the same shape.
 
     Attributes:
-        logprobs: of the token.
-        entropies: of the distribution that it counts as sampled from; None where nobody wants them.
-        further: log-probabilities, by that distribution, of K further tokens, in one more dimension; None
-            where there are none.
-        largest: [..., K] int64, those tokens where they are the most likely ones
-            (``megarl.models.engine.topk``), else None.
+        logprobs: log-probability of each token.
+        entropies: entropy of the distribution from which the token counts as sampled; None if not requested.
+        further: log-probabilities of K further tokens under that distribution, in one more dimension; None if
+            there are none.
+        largest: [..., K] int64, the further tokens if they are the most likely ones
+            (``megarl.models.engine.topk``), otherwise None.
     """
 
     logprobs: torch.Tensor
@@ -455,7 +458,7 @@ class TokenScores:
     largest: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenScores:
-        """The scores with ``change`` made to each tensor that is there."""
+        """Return the scores with ``change`` applied to each tensor that is not None."""
         others = (self.entropies, self.further, self.largest)
         return TokenScores(
             change(self.logprobs), *(None if values is None else change(values) for values in others)
@@ -472,26 +475,26 @@ def vocab_parallel_scores(
     with_entropies: bool = False,
     further: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Log-probability of each target token, and with ``with_entropies`` the entropy of the distribution that
-    it counts as sampled from.
+    """Compute the log-probability of each target token, and with ``with_entropies`` the entropy of the
+    distribution from which the token counts as sampled.
 
     Args:
-        logits: [..., V] this rank's columns, any floating dtype; computed in float32, of float64 in float64,
-            chunk by chunk.
-        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), the
-            same on all ranks of the group.
-        shard: which columns these are.
-        sampling: how the targets were sampled: the temperature that logits are divided by, and what top-k and
-            top-p keep. A target that they do not keep counts as kept.
-        overwrite: nobody reads the logits after the backward pass, which may write their gradient into their
-            memory. A second backward pass is then a RuntimeError of autograd.
-        with_entropies: entropies are asked for, in nats.
-        further: [..., K] int64, tokens whose log-probabilities are asked for too; ``sampling`` has to keep
-            all tokens.
+        logits: [..., V] this rank's columns, any floating dtype; computed in float32, or in float64 if they
+            are float64, chunk by chunk.
+        targets: [...] int64 vocabulary indices below ``shard.size`` (checked on the driver, not here), equal
+            on all ranks of the group.
+        shard: the vocabulary range of these columns.
+        sampling: how the targets were sampled: the temperature by which logits are divided, and the limits
+            top-k and top-p. A target that the limits do not keep counts as kept.
+        overwrite: let the backward pass write the gradient into the memory of the logits, which nothing may
+            read afterwards. Autograd then raises a RuntimeError on a second backward pass.
+        with_entropies: compute entropies too, in nats.
+        further: [..., K] int64, tokens whose log-probabilities are computed too; ``sampling`` must keep all
+            tokens.
 
     Returns:
-        [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to
-        ``logits``.
+        [...] float32 (float64 for float64 logits), equal on all ranks of the group; differentiable with
+        respect to ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     # The kernels walk along adjacent columns.
@@ -515,5 +518,5 @@ def vocab_parallel_logprobs(
     *,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """The log-probabilities alone of ``vocab_parallel_scores``."""
+    """Return only the log-probabilities of ``vocab_parallel_scores``."""
     return vocab_parallel_scores(logits, targets, shard, sampling, overwrite=overwrite).logprobs

@@ -1,9 +1,9 @@
 """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on states that are stored in
 fewer bits.
 
-The arithmetic is float32, by torch's fused kernel, on a slice of a shard at a time: states are read from
+The arithmetic is float32, by torch's fused kernel, on one slice of a shard at a time: states are read from
 their formats, stepped, and stored again with stochastic rounding (``state_formats``). Memory is that of the
-stored states and of one slice.
+stored states plus one slice.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megarl.models.engine.state_formats import BLOCK, FORMATS, StateFormat, rand
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 HOST = "host_"
-"""Keys of states in host memory begin with it."""
+"""Prefix of the keys of states in host memory."""
 SLICES = {"cpu": BLOCK * 2**8, "cuda": BLOCK * 2**14}
-"""Numbers that are stepped at a time: on a CPU such as stay in its caches."""
+"""Elements that are stepped at a time, by device type; on a CPU this many fit in its caches."""
 _HALF = 0xFFFF
 
 
@@ -34,11 +34,11 @@ class StateSettings:
     """Formats of the states of one optimizer.
 
     Attributes:
-        master: ``float32`` keeps float32 copies of 16-bit weights; ``bfloat16`` steps the weights
-            themselves, with stochastic rounding.
+        master: ``float32`` keeps float32 copies of 16-bit weights; ``bfloat16`` steps the weights themselves,
+            with stochastic rounding.
         exp_avg, exp_avg_sq: formats of the two moments.
-        host_share: of all bytes of states, what is in host memory.
-        seed: of the rounding.
+        host_share: share of all bytes of the states that is in host memory.
+        seed: seed of the stochastic rounding.
     """
 
     master: str = "float32"
@@ -58,7 +58,8 @@ class StateSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Numbers of one step. ``step`` counts from 1; gradients are multiplied by ``gradient_factor`` first."""
+    """Hyperparameters of one step. ``step`` counts from 1; gradients are first multiplied by
+    ``gradient_factor``."""
 
     lr: float
     betas: tuple[float, float]
@@ -74,13 +75,13 @@ class Shard:
     """A rank's part of a parameter, all tensors flat.
 
     Attributes:
-        name: of the parameter; copies of it on other ranks have the same.
+        name: name of the parameter, equal for its copies on other ranks.
         first: position of the shard in the parameter.
         weights: [n], as the model computes with them.
         gradient: [n].
-        moments: storage of each.
-        master: [n] float32, or None where ``weights`` are stepped themselves.
-        is_early: the gradient is in host memory before the step.
+        moments: stored tensor of each moment.
+        master: [n] float32, or None if ``weights`` themselves are stepped.
+        is_early: the gradient is already in host memory before the step.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Shard:
 
 @torch.no_grad()
 def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> None:
-    """Step weights and states of a shard in place, where all of them are on one device."""
+    """Step the weights and states of a shard in place, all of which must be on one device."""
     count, stepped = shard.weights.numel(), shard.weights if shard.master is None else shard.master
     # A multiple of BLOCK, so that no block of 8-bit numbers is divided between two slices.
     slice_size = SLICES[shard.weights.device.type]
@@ -126,8 +127,8 @@ def step_slice(
     weights: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Step the moments of a shard from ``first`` to ``last``, and ``weights`` and ``gradient``, [last -
-    first] float32, of these."""
+    """Step ``weights`` and the shard's stored moments for elements ``first`` to ``last``. ``weights`` and
+    ``gradient`` are those elements, [last - first] float32."""
     moments = {
         name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()
     }
@@ -169,18 +170,19 @@ def _key(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> 
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` whose states have other formats. ``state_dict`` and ``load_state_dict`` have
-    them in float32, as it does; values that were saved come back as they were.
+    """``torch.optim.AdamW`` whose states have other formats. ``state_dict`` and ``load_state_dict`` exchange
+    states in float32, as torch's do; saved values are restored exactly.
 
     Args:
         params, options: as of ``torch.optim.AdamW``.
-        decoupled: False adds weight decay to the gradient, as ``torch.optim.Adam``.
+        decoupled: False adds weight decay to the gradient, as ``torch.optim.Adam`` does.
 
     Attributes:
         settings: how states are stored; set before the first step.
-        place_of: the name of a parameter, and the position of its shard.
-        host_part: how many numbers of a shard, the first ones, have their state in host memory.
-        host_zeros: makes that memory from an outline.
+        place_of: returns the name of a parameter, and the position of its shard.
+        host_part: for each parameter, how many elements of its shard, counted from the first, have their
+            state in host memory.
+        host_zeros: allocates zeros in host memory like a given tensor.
     """
 
     settings = StateSettings()
@@ -193,8 +195,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` its moments, both zero, and float32 copies where the settings want them, if it
-        has none."""
+        """Give ``parameter`` its moments, both zero, and a float32 copy if the settings require one, unless
+        it already has a state."""
         if self.state[parameter]:
             return
         weights = local_shard(parameter)
@@ -218,14 +220,15 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self._copy_weights(parameter)
 
     def _pieces(self, parameter: torch.Tensor) -> list[tuple[str, int, int]]:
-        """Return the parts of a shard by where their state is, with what its keys begin with there."""
+        """Return the parts of a shard by the memory that holds their state: key prefix, first and last
+        element of each."""
         count, kept = local_shard(parameter).numel(), self.host_part.get(parameter, 0)
         pieces = [(HOST, 0, kept), ("", kept, count)]
         # An empty shard keeps one empty piece, so that it has the same keys as the others.
         return [piece for piece in pieces if piece[1] < piece[2]] or pieces[1:]
 
     def _copy_weights(self, parameter: torch.Tensor) -> None:
-        """Let float32 copies follow weights that were written from outside."""
+        """Update float32 copies from weights that were written from outside."""
         weights, state = local_shard(parameter), self.state[parameter]
         for prefix, first, last in self._pieces(parameter):
             if prefix + MASTER in state:
@@ -233,7 +236,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update from the present gradients; parameters without one are left alone."""
+        """Take one step from the present gradients; parameters without a gradient are left alone."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
@@ -253,15 +256,15 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         step: int,
         factor: float = 1.0,
     ) -> Iterator[tuple[Shard, Hyperparameters, bool]]:
-        """Yield the parts of a parameter that has its state, the numbers of the step, and whether the part's
-        state is in host memory.
+        """Yield the parts of a parameter, whose state must exist. Each comes with the step's hyperparameters
+        and whether the part's state is in host memory.
 
         Args:
-            parameter: of ``group``.
+            parameter: a parameter of ``group``.
             gradient: flat, of this rank's shard.
             group: hyperparameters.
             step: number of the step, from 1.
-            factor: that the gradient is multiplied by first.
+            factor: number by which the gradient is multiplied first.
         """
         state, weights = self.state[parameter], local_shard(parameter)
         name, offset = self.place_of(parameter)
@@ -277,8 +280,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             )
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those
-        stored so, in one part, are no copies."""
+        """Return the values of a state (``param`` or a moment) of this rank's shard, [n] float32. A state
+        that is stored in float32 and in one part is not copied."""
         found = [self._read(parameter, name, *piece) for piece in self._pieces(parameter)]
         return found[0] if len(found) == 1 else torch.cat([part.cpu() for part in found])
 
@@ -290,7 +293,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         return self.settings.format_of(name).read(state[prefix + name], 0, last - first)
 
     def write_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Store the values of a state, rounded to the nearest."""
+        """Store the values of a state, rounded to nearest."""
         state = self.state[parameter]
         for prefix, first, last in self._pieces(parameter):
             if name == "param":
@@ -300,7 +303,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 self.settings.format_of(name).write(stored, 0, values[first:last].to(stored.device), None)
 
     def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state as ``torch.optim.AdamW`` has it: moments in float32 with the parameter's shape."""
+        """Return the state in the form of ``torch.optim.AdamW``: moments in float32 with the parameter's
+        shape."""
         return {
             parameter: {
                 "step": state["step"],
@@ -352,19 +356,20 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 
 SUM = "decoupled_grad"
-"""Attribute of a parameter whose gradient has another type than itself, which torch's ``grad`` cannot have;
-Megatron-Core's name for it."""
+"""Attribute of a parameter for a gradient of another dtype than the parameter's, which torch's ``grad``
+cannot hold; the name is Megatron-Core's."""
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that a parameter is stepped with: its float32 sum where it has one."""
+    """Return the gradient with which a parameter is stepped: its accumulated float32 gradient if there is
+    one, otherwise ``grad``, which may be None."""
     found = getattr(parameter, SUM, None)
     return parameter.grad if found is None else found
 
 
 @torch.no_grad()
 def add_to_sum(parameter: torch.Tensor) -> None:
-    """Add a parameter's gradient to its float32 sum and let go of it."""
+    """Accumulate a parameter's gradient into its float32 gradient, and set ``grad`` to None."""
     assert parameter.grad is not None
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
     found = getattr(parameter, SUM, None)
@@ -376,5 +381,5 @@ def add_to_sum(parameter: torch.Tensor) -> None:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, flat; a view."""
+    """Return this rank's part of a tensor as a flat view."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)

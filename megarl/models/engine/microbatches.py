@@ -1,9 +1,9 @@
-"""Cutting one rank's share of a batch into micro-batches: of a fixed number of rows, or as a plan of the
-driver says.
+"""Division of one rank's share of a batch into micro-batches, either by a fixed number of rows or by a plan
+of the driver.
 
 A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and
-``micro_batch_lengths`` of a ``SlicedDataDict``, made from lengths alone by
-``BatchedDataDict.shard_by_batch_size``. It has the same number of micro-batches for every data-parallel rank.
+``micro_batch_lengths`` of a ``SlicedDataDict``, which ``BatchedDataDict.shard_by_batch_size`` computes from
+lengths alone. It has the same number of micro-batches for every data-parallel rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megarl.distributed.device import sent_to
 from megarl.errors import BatchError
 
 HOST_LENGTHS = "input_lengths_on_host"
-"""Key of a batch on a device: its ``input_lengths`` as a list, [B]."""
+"""Key of a batch on a device for its ``input_lengths`` as a list, [B], on the host."""
 WANTED = "wanted_on_host"
-"""Key of a batch on a device: the tokens whose log-probabilities are wanted, bool [B, S], on the host; all
-are where it is missing."""
+"""Key of a batch on a device for the mask of tokens whose log-probabilities are computed, bool [B, S], on the
+host; without the key, all tokens are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class MicroBatch:
     Attributes:
         data: the batch's keys, cut to these rows; tensors of two or more dimensions have the sequence in
             dimension 1.
-        packed: the rows go through the model as one row, one behind the other.
-        length: sequence length in front of the model, over all context-parallel ranks: of every row, or of
+        packed: the rows go through the model as one row, concatenated.
+        length: sequence length that enters the model, over all context-parallel ranks: of every row, or of
             the one packed row.
     """
 
@@ -44,29 +44,29 @@ class MicroBatch:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[b, S] int64."""
+        """The tokens, [b, S] int64."""
         return self.data["input_ids"]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row: what the host knows of them (``move_to``), so that it need not wait for the
-        device."""
+        """Tokens of each row, from the host's copy of the lengths (``move_to``), so that the host need not
+        wait for the device."""
         return _lengths(self.data)
 
     @property
     def wanted(self) -> np.ndarray | None:
-        """[b, S] bool: the tokens whose log-probabilities are wanted; None for all."""
+        """Mask [b, S] bool of the tokens whose log-probabilities are computed; None for all."""
         known = self.data.get(WANTED)
         return None if known is None else known.numpy()
 
     @property
     def size(self) -> int:
-        """b."""
+        """Number of rows, b."""
         return self.input_ids.shape[0]
 
     @property
     def positions(self) -> int:
-        """Positions in front of the model, padding among them, over all context-parallel ranks."""
+        """Number of positions that enter the model, including padding, over all context-parallel ranks."""
         return self.length * (1 if self.packed else self.size)
 
 
@@ -75,8 +75,8 @@ class Shapes:
     """A backend's requirements on the shapes of micro-batches.
 
     Attributes:
-        row_multiple: rows are padded to a multiple of it.
-        packed_multiple: each packed sequence is padded to a multiple of it.
+        row_multiple: the length of rows is padded to a multiple of this number.
+        packed_multiple: the length of each packed sequence is padded to a multiple of this number.
         equal: all micro-batches of a pass need one shape (pipeline stages exchange tensors of one shape).
     """
 
@@ -86,15 +86,15 @@ class Shapes:
 
 
 def batch_size(data: Mapping[str, Any]) -> int:
-    """Rows of a batch."""
+    """Return the number of rows of a batch."""
     return data["input_ids"].shape[0]
 
 
 def chosen_size(given: int | None, configured: int, what: str) -> int:
-    """The batch or micro-batch size of one call: ``given``, or ``configured`` when it is None.
+    """Return the batch or micro-batch size of one call: ``given``, or ``configured`` if ``given`` is None.
 
     Raises:
-        BatchError: it is less than 1.
+        BatchError: the size is less than 1.
     """
     value = configured if given is None else given
     if value < 1:
@@ -105,19 +105,19 @@ def chosen_size(given: int | None, configured: int, what: str) -> int:
 
 
 def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Rows ``first`` to ``last`` (exclusive) of every key; tensors become views."""
+    """Return rows ``first`` to ``last`` (exclusive) of every key; tensors become views."""
     return {key: value[first:last] for key, value in data.items()}
 
 
 def move_to(
     data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """The batch, which is on the host, with its tensors on ``device``; what the host has to know of it stays
-    there too.
+    """Return a batch that is on the host with its tensors on ``device``. Data that the host needs also stays
+    on the host.
 
     Args:
-        data: the batch; next to its ``input_lengths`` there will be a list of them as ``HOST_LENGTHS``.
-        device: where it goes.
+        data: the batch; its ``input_lengths`` are also kept as a list, under ``HOST_LENGTHS``.
+        device: the target device.
         wanted: [B, S] bool, kept as ``WANTED``.
     """
     moved = {
@@ -132,8 +132,8 @@ def move_to(
 
 
 def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """[B, S] bool: the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``, where there is
-    one, is not 0.
+    """Return the mask [B, S] bool of the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``,
+    if present, is not 0.
 
     Raises:
         BatchError: there is no ``token_mask``.
@@ -147,12 +147,12 @@ def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``length``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``length``."""
     return -(-length // multiple) * multiple
 
 
 def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Dimension 1 of every tensor that has one, cut or zero-padded on the right to ``length``."""
+    """Cut or zero-pad dimension 1 of every tensor that has one, on the right, to ``length``."""
 
     def fit(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] == length:
@@ -165,7 +165,8 @@ def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
-    """Micro-batches of ``micro_batch_size`` rows in order; the last one holds what remains."""
+    """Split a batch into micro-batches of ``micro_batch_size`` rows, in order; the last one holds the
+    remaining rows."""
     total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
     # Padded once for all micro-batches, which are then views of it.
     padded = fit_sequences(data, length)
@@ -174,7 +175,7 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
 
 
 def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
-    """The batch with ``missing`` more copies of its last row."""
+    """Return the batch with ``missing`` more copies of its last row."""
     # Copies of a real row, so that every key has values that the model and the head take; results of the
     # copies are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
@@ -192,14 +193,14 @@ def follow_plan(
     *,
     packed: bool,
 ) -> list[MicroBatch]:
-    """Micro-batches as planned for one chunk.
+    """Split one chunk into its planned micro-batches.
 
     Args:
         data: the rows of the chunk.
         indices: ``[start, end]`` of each micro-batch.
         lengths: the planned row length of each micro-batch (dynamic) or the planned total (packed).
-        shapes: what the backend wants.
-        packed: whether rows go through the model as one row.
+        shapes: the backend's requirements.
+        packed: rows go through the model as one row.
     """
     parts = [slice_rows(data, first, last) for first, last in indices]
     if packed:
@@ -223,11 +224,11 @@ def follow_plan(
 
 
 def packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
-    """Positions that rows take when they are packed, without a filler at the end."""
+    """Return the number of positions of packed rows, without padding at the end of the whole."""
     return sum(round_up(length, shapes.packed_multiple) for length in _lengths(part))
 
 
 def _lengths(part: Mapping[str, Any]) -> list[int]:
-    """Tokens of each row, without a look at the device where the host knows them."""
+    """Return the tokens of each row, without waiting for the device if the host has the lengths."""
     known = part.get(HOST_LENGTHS)
     return part["input_lengths"].tolist() if known is None else known

@@ -1,8 +1,7 @@
-"""Model input: how the tokens of a micro-batch are laid out for the model, and how its output returns to
-rows.
+"""Model input: the layout of a micro-batch's tokens for the model, and the return of its output to rows.
 
-Where everything goes is worked out on the host, from lengths that it knows, for all micro-batches of a global
-batch, and reaches the device in one copy: no micro-batch makes the host wait for the device.
+The host computes all positions from lengths that it knows, for all micro-batches of a global batch, and sends
+them to the device in one copy: no micro-batch makes the host wait for the device.
 
 Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S;
 t = T / context size, the part of this context-parallel rank.
@@ -27,10 +26,11 @@ from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Positions of the rows of a packed micro-batch in its one row.
+    """Positions of a packed micro-batch's rows in the one packed row.
 
     Attributes:
-        begin, end: [b] int64, the positions over all context-parallel ranks; the end with the row's padding.
+        begin, end: [b] int64, the positions over all context-parallel ranks; the end includes the row's
+            padding.
     """
 
     begin: torch.Tensor
@@ -45,14 +45,14 @@ class ModelInput:
         micro_batch: the rows.
         tokens: [n, t] int64.
         positions: [n, t] int64, each counted from the beginning of its own sequence.
-        targets: [n, t] int64, the token that follows in the same sequence; anything where none follows.
+        targets: [n, t] int64, the token that follows in the same sequence; arbitrary if none follows.
         layout: packed sequences and the ranks that share them.
-        longest: the longest (padded) sequence, over all context-parallel ranks.
-        places: of the rows; None when they are not packed.
-        scored: [k] int64, ascending: the positions whose targets' log-probabilities are wanted, counted
-            through [n, t]; None for all.
-        sources: [2t] int64, where the tokens and then their targets stand in the rows, each of which is
-            followed by one place more; None when they are not packed.
+        longest: length of the longest (padded) sequence, over all context-parallel ranks.
+        places: positions of the rows; None when they are not packed.
+        scored: [k] int64, ascending: the positions whose targets' log-probabilities are computed, as indices
+            into the flattened [n, t]; None for all.
+        sources: [2t] int64, the positions of the tokens and then of their targets in the flattened rows, each
+            of which is followed by one extra position; None when they are not packed.
     """
 
     micro_batch: MicroBatch
@@ -66,7 +66,8 @@ class ModelInput:
     sources: torch.Tensor | None = None
 
     def of_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, t, ...]: what stands at ``tokens``, of rows [b, S, ...]; 0 where no row has anything."""
+        """Rearrange row values [b, S, ...] into the layout of ``tokens``, [n, t, ...], with 0 where no row
+        has a token."""
         if self.sources is not None:
             # The place more is what positions outside of every row read: it is 0.
             followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
@@ -79,8 +80,8 @@ class ModelInput:
         )
 
     def spread(self, values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """[n, t, ...] from the values [k, ...] at the positions ``index``, 0 elsewhere; from those of all
-        positions without one. Differentiable."""
+        """Scatter the values [k, ...] of the positions ``index`` into [n, t, ...], with 0 elsewhere. Without
+        an index, the values are those of all positions. Differentiable."""
         shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
             return values.view(shape)
@@ -90,17 +91,17 @@ class ModelInput:
         )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``targets``, [n, t, ...], as rows [b, S-1, ...]: entry i belongs to token
-        i+1. Differentiable.
+        """Rearrange values of ``targets``, [n, t, ...], into rows [b, S-1, ...], in which entry i belongs to
+        token i+1. Differentiable.
 
-        All context-parallel ranks get all of it, and have to compute the same from it. Where a packed row is
-        shorter than S, 0.
+        All context-parallel ranks get the full rows, and must compute the same from them. Entries beyond a
+        packed row that is shorter than S are 0.
         """
         return self._rows(values, self.micro_batch.input_ids.shape[1] - 1)
 
     def to_token_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to ``tokens``, [n, t, ...], as rows [b, S, ...]: entry i belongs to token i. As
-        ``to_rows`` otherwise."""
+        """Rearrange values of ``tokens``, [n, t, ...], into rows [b, S, ...], in which entry i belongs to
+        token i; see ``to_rows``."""
         return self._rows(values, self.micro_batch.input_ids.shape[1])
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
@@ -123,10 +124,10 @@ class ModelInput:
 
 
 def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> ModelInput:
-    """Rows as the model sees them, cut to this context-parallel rank's part.
+    """Lay out rows for the model, cut to this context-parallel rank's part.
 
     Raises:
-        BatchError: the planned length does not hold the packed sequences.
+        BatchError: the packed sequences do not fit into the planned length.
     """
     return lay_out_all([micro_batch], context, shapes)[0]
 
@@ -134,7 +135,8 @@ def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> M
 def lay_out_all(
     micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes
 ) -> list[ModelInput]:
-    """``lay_out`` for each micro-batch; what was worked out on the host reaches their device in one copy."""
+    """Lay out each micro-batch as ``lay_out`` does, with one copy of all indices from the host to the
+    device."""
     plans = [
         _planned(micro_batch, context, shapes) if micro_batch.packed else None
         for micro_batch in micro_batches
@@ -166,13 +168,14 @@ def lay_out_all(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The layout of a packed micro-batch, as the host knows it.
+    """The layout of a packed micro-batch, computed on the host.
 
     Attributes:
-        starts: where sequences begin over all context-parallel ranks; what is left over at the end is a
+        starts: first position of each sequence over all context-parallel ranks; the remainder at the end is a
             sequence of its own.
-        arrays: int64: for this rank's tokens and then for their targets, the place in the rows, each of which
-            is followed by one zero [2t]; the positions [t]; ``Places.begin`` and ``Places.end`` [b].
+        arrays: int64 arrays: for this rank's tokens and then for their targets, the positions in the
+            flattened rows, each followed by one zero [2t]; the positions [t]; ``Places.begin`` and
+            ``Places.end`` [b].
     """
 
     starts: tuple[int, ...]
@@ -214,7 +217,8 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
 
 
 def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) -> np.ndarray | None:
-    """[k] int64: ``ModelInput.scored``, where the micro-batch says which tokens are wanted, else None."""
+    """Return ``ModelInput.scored``, [k] int64, if the micro-batch limits the tokens to score, otherwise
+    None."""
     wanted = micro_batch.wanted
     if wanted is None:
         return None
@@ -232,7 +236,8 @@ def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) 
 def _packed(
     micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Iterator[torch.Tensor]
 ) -> ModelInput:
-    """The input of a packed micro-batch; takes the arrays of its plan from ``sent``, on its device."""
+    """Return the input of a packed micro-batch. The arrays of its plan come from ``sent``, on the
+    micro-batch's device."""
     at, positions, begin, end = (next(sent) for _ in plan.arrays)
     tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
     longest = max(end - start for start, end in itertools.pairwise(plan.starts))

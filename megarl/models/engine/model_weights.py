@@ -1,4 +1,4 @@
-"""Opens the weights that a policy section names."""
+"""Access to the weights that a policy section names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.config.policy import PolicyConfig
 
 
 def open_weights(policy: PolicyConfig) -> HuggingFaceSource:
-    """Return the weights of ``model_name``, with ``merged_adapter`` in them.
+    """Return the weights of ``model_name``, with ``merged_adapter`` merged into them.
 
     Raises:
-        ConversionError: there is no readable checkpoint, or the adapter is damaged, no plain LoRA, or fits
-            another model.
+        ConversionError: there is no readable checkpoint, or the adapter is damaged, is not a plain LoRA, or
+            fits another model.
     """
     source = open_source(policy["model_name"])
     adapter = policy["merged_adapter"]

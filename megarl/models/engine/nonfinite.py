@@ -1,5 +1,5 @@
-"""Losses, gradients and weights that are not finite: found on any rank, acted on alike by all, and none of it
-reaches a weight."""
+"""Detection of losses, gradients and weights that are not finite. All ranks react alike to such a value on
+any rank, and none of these values reaches a weight."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteMicroBatch:
-    """The micro-batch in which a value that is not finite was seen first.
+    """The micro-batch in which a value that is not finite first appeared.
 
     Attributes:
-        rank, place: of the process, as a number and in coordinates.
-        data_rank: its data-parallel replica.
+        rank, place: the process, as a number and as coordinates.
+        data_rank: the process's data-parallel replica.
         micro_batch: number of the micro-batch in the replica's part of the global batch.
         rows: first row and the one after the last, counted from the replica's first row of the whole call.
-        quantity: ``loss``, or ``gradient`` for the gradient of a finite loss by the log-probabilities.
+        quantity: ``loss``, or ``gradient`` for the gradient of a finite loss with respect to the
+            log-probabilities.
     """
 
     rank: int
@@ -51,9 +52,9 @@ class SkippedBatch:
 
     Attributes:
         global_batch: its number in the call.
-        loss, grad_norm: of which at least one is not finite.
-        seen: by rank and micro-batch; empty where every loss, and its gradient by the log-probabilities, was
-            finite.
+        loss, grad_norm: at least one of the two is not finite.
+        seen: the faulty micro-batches in order of rank and micro-batch; empty if every loss, and its gradient
+            with respect to the log-probabilities, was finite.
     """
 
     global_batch: int
@@ -68,19 +69,19 @@ class SkippedBatch:
         return f"global batch {self.global_batch} of this call: {figures}; seen first: {places}{more}"
 
     def as_record(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the batch as a dictionary of plain values."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class SkipLimit:
-    """Counts global batches that cannot be trained on, and ends the run when there are too many in a row:
+    """Counter of global batches that cannot be trained on, which ends the run after too many in a row:
     ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
 
     Attributes:
-        raises: the first one ends the call.
-        most: this many in a row end it.
-        in_a_row: so far.
+        raises: the first such batch ends the call.
+        most: number of such batches in a row that ends the call.
+        in_a_row: number of such batches in a row so far.
     """
 
     raises: bool
@@ -93,14 +94,14 @@ class SkipLimit:
         return cls(policy["on_nonfinite"] == "raise", policy["max_consecutive_skips"])
 
     def stepped(self) -> None:
-        """A step was taken."""
+        """Reset the counter, because a step was taken."""
         self.in_a_row = 0
 
     def skipped(self, batch: SkippedBatch) -> None:
-        """A step was not taken.
+        """Count a step that was not taken.
 
         Raises:
-            NonFiniteError: that is not allowed, or happened too often.
+            NonFiniteError: skipping is not allowed, or has happened too often in a row.
         """
         self.in_a_row += 1
         if self.raises:
@@ -122,7 +123,8 @@ class SkipLimit:
 
 
 def on_all_ranks(holds: bool, device: torch.device) -> bool:
-    """Return whether something holds on every rank; one scalar over all ranks, so that all act alike."""
+    """Return whether ``holds`` is True on every rank, so that all ranks act alike. A collective of one
+    scalar."""
     flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
@@ -131,14 +133,14 @@ def on_all_ranks(holds: bool, device: torch.device) -> bool:
 def find(
     outputs: Sequence[HeadOutput], micro_batches: Sequence[MicroBatch], first_row: int, groups: ParallelGroups
 ) -> tuple[NonFiniteMicroBatch, ...]:
-    """The micro-batches, on all ranks, whose loss or whose gradient by the log-probabilities is not finite.
-    Collective.
+    """Return the micro-batches on all ranks whose loss, or whose gradient with respect to the
+    log-probabilities, is not finite. Collective.
 
     Args:
-        outputs: of this rank's micro-batches in order; empty unless this is the last pipeline stage.
-        micro_batches: what they were computed from.
-        first_row: of the first of them, in the rows of this replica's whole call.
-        groups: of this process.
+        outputs: results of this rank's micro-batches in order; empty unless this is the last pipeline stage.
+        micro_batches: the micro-batches of these results.
+        first_row: index of the first micro-batch's first row among the replica's rows of the whole call.
+        groups: process groups of this process.
     """
     mine, row = [], first_row
     for number, micro_batch in enumerate(micro_batches):
@@ -171,17 +173,18 @@ def require_finite(
     consequence: str,
     kind: type[MegarlError],
 ) -> None:
-    """Refuse weights of which one is not finite, on all ranks alike. Collective; a single number travels
-    where all are finite.
+    """Raise on all ranks if any weight is not finite. Collective; only one number is exchanged if all weights
+    are finite.
 
     Args:
         tensors: this rank's names and shards.
-        device: where collectives work.
-        consequence: opens the message.
-        kind: of the error.
+        device: device of the collectives.
+        consequence: beginning of the message.
+        kind: class of the error.
 
     Raises:
-        MegarlError: as ``kind``, with the first names over all ranks.
+        MegarlError: a weight is not finite; the error has class ``kind`` and names the first such weights
+            over all ranks.
     """
     named = [(name, tensor) for name, tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     # Smallest and largest show NaN and infinity in one pass, without a bool tensor of the weight's size.

@@ -1,4 +1,4 @@
-"""The global normalisers of a batch: what every loss divides by, so that losses and gradients are plain
+"""The global normalisers of a batch, by which every loss divides, so that losses and gradients are plain
 sums."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Normalizers:
     """Counts over the whole global batch, 0-d float32 tensors.
 
     Attributes:
-        valid_sequences: sum of ``sample_mask``. Rows that are segments of a response, with its
-            ``response_tokens``, count as the share of its tokens that they have, so that each response counts
+        valid_sequences: sum of ``sample_mask``. A row that is a segment of a response, with its
+            ``response_tokens``, counts as its share of the response's tokens, so that each response counts
             once.
         valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times
             the batch's sequence length.
@@ -29,10 +29,9 @@ class Normalizers:
 
 
 def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Normalizers:
-    """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over
-    the data-parallel group. The sequence length is the one the caller gave, before any padding of the
-    backend's own, which must not change a loss.
-    """
+    """Compute the normalisers of the global batch of which ``data`` is this data-parallel rank's share. A
+    collective over the data-parallel group. The sequence length is that of the caller's data, before any
+    padding by the backend, which must not change a loss."""
     # float64, because float32 cannot count above 16.7 million tokens exactly.
     sample_mask = data["sample_mask"].to(torch.float64)
     sequences = sample_mask.sum()

@@ -1,12 +1,11 @@
-"""Offload state of a worker: whether parameters, gradients and optimizer state are on the device or in host
-memory.
+"""Offload state of a worker: which of parameters, gradients and optimizer state are on the device, and which
+are in host memory.
 
-A colocated inference engine needs the device between training steps. Each state says what is on the device;
-every public method of a worker says which states it may be called in, so that a forgotten
-``prepare_for_training`` is an error with a remedy and not a crash inside a kernel. What is in host memory
-need not have left the device: where nobody else wants that, everything stays, and the states differ only in
-what may be called. The reference policy is a copy of the first weights in host memory, swapped in for as long
-as its log-probabilities are computed.
+A colocated inference engine needs the device between training steps. Every public method of a worker requires
+some of the states, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
+inside a kernel. Parts that are not required on the device may still be there: if no engine needs the memory,
+everything stays, and the states differ only in the methods that may be called. The reference policy is a copy
+of the first weights in host memory, which is swapped in while its log-probabilities are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megarl.models.engine.backend import Backend, Part, Place
 
 
 class OffloadState(Enum):
-    """State of a model's memory: which parts are on the device at present."""
+    """State of a model's memory: the parts that are on the device at present."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
     INFERENCE = "parameters on the device, gradients and optimizer state not to be used, or in host memory"
@@ -49,11 +48,11 @@ _LEGAL: dict[OffloadState, frozenset[OffloadState]] = {
 
 
 class OffloadStates:
-    """Keeps track of ``OffloadState`` and moves parts when it changes.
+    """Tracker of the ``OffloadState``, which moves parts when the state changes.
 
     Args:
-        move: moves one part; called with the parts that really have to move, parameters first.
-        has_optimizer: without one, training is no legal state.
+        move: moves one part; called only with parts that really have to move, parameters first.
+        has_optimizer: without an optimizer, training is not a legal state.
     """
 
     def __init__(self, move: Callable[[Part, Place], None], has_optimizer: bool) -> None:
@@ -64,15 +63,15 @@ class OffloadStates:
         self._there = set(_ON_DEVICE[self.offload_state])
 
     def enter(self, target: OffloadState, because: str, *, stays: bool = False) -> bool:
-        """Move to ``target``.
+        """Enter the state ``target``.
 
         Args:
             target: the state.
-            because: names the method that asked for it.
-            stays: what ``target`` does not need stays where it is.
+            because: name of the method that requests it.
+            stays: leave parts that ``target`` does not need where they are.
 
         Returns:
-            Whether anything was moved.
+            True if any part was moved.
 
         Raises:
             StateError: the transition is not legal.
@@ -104,10 +103,10 @@ class OffloadStates:
         return bool(leaving or coming)
 
     def require(self, part: Part, method: str, remedy: str) -> None:
-        """Refuse a call that needs ``part`` on the device when it is not there.
+        """Raise if ``part`` is not on the device, where a call needs it.
 
         Raises:
-            StateError: with ``remedy``, the method that would bring it there.
+            StateError: the part is missing; names ``remedy``, the method that would move it to the device.
         """
         if part == "optimizer" and not self._has_optimizer:
             raise StateError(
@@ -126,17 +125,17 @@ _BLOCK = 2**28
 
 
 class HostCopies:
-    """Page-locked host memory for some tensors, made once and written again every time that they leave the
-    device.
+    """Page-locked host memory for some tensors, allocated once and rewritten each time the tensors are
+    offloaded.
 
-    Copies are queued and not waited for: whoever reads them on the host synchronises before. Few large pieces
-    of memory, because torch rounds each that is page-locked up to a power of two.
+    Copies are queued and not awaited: a reader on the host must synchronise first. The memory is a few large
+    blocks, because torch rounds each page-locked block up to a power of two.
 
     Args:
         runtime: decides whether the memory is page-locked.
 
     Attributes:
-        copied: bytes that were copied to it so far.
+        copied: bytes that were copied to this memory so far.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -146,8 +145,8 @@ class HostCopies:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all of ``tensors``; the copies, in their order. They have the memory of the last call's, where
-        there are as many of the same shapes and types."""
+        """Copy all ``tensors``, and return the copies in the same order. The last call's memory is reused if
+        number, shapes and dtypes are the same."""
         # Locking pages is slow, so the memory of the last time is kept as long as it fits.
         if [(copy.shape, copy.dtype) for copy in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
@@ -161,11 +160,11 @@ class HostCopies:
         return list(self._copies)
 
     def take(self, each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-        """Put copies in the places of tensors.
+        """Replace tensors by their copies.
 
         Args:
-            each: calls what it is given with each tensor, in the same order every time, and puts the result
-                in its place.
+            each: applies its argument to each tensor, in the same order every time, and replaces the tensor
+                by the result.
         """
         tensors: list[torch.Tensor] = []
 
@@ -178,7 +177,8 @@ class HostCopies:
         each(lambda _: next(copies))
 
     def _made_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for all, the largest first, each where there is most room left."""
+        """Allocate memory for all ``tensors``, the largest first, each in the block with the most room
+        left."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         # Filled up to a power of two, to which torch rounds page-locked memory, so that little is wasted.
         room = 1 << (max([_BLOCK, *sizes]) - 1).bit_length()
@@ -210,9 +210,9 @@ _LEFT_FOR_A_PASS = 0.25
 class ReferenceWeights:
     """This rank's shards of the reference policy.
 
-    They are in page-locked memory and are never copied back. Meanwhile the present weights are in other
-    memory of the device, where it has room for them and a pass; otherwise they go to host memory that is kept
-    for it, and come back.
+    The reference weights are in page-locked memory and are never copied back. While they are swapped in, the
+    present weights stay in other memory of the device if it has room for them and a pass; otherwise they are
+    copied to host memory that is kept for them.
 
     Args:
         backend: the model as it is now; its present weights become the reference.
@@ -228,8 +228,8 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards the present ones again, to the bit,
-        whatever happened inside. Within itself it does nothing."""
+        """Give the model the reference weights inside the context, and restore the present weights bit for
+        bit afterwards, even after an error. A nested call does nothing."""
         if self._is_in:
             yield
             return
@@ -245,19 +245,19 @@ class ReferenceWeights:
             self._is_in = False
 
     def _kept(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the present weights."""
+        """Return copies of the present weights."""
         if self._runtime.has_room(sum(weight.nbytes for weight in weights), _LEFT_FOR_A_PASS):
             return [weight.clone() for weight in weights]
         return self._present.fill(weights)
 
 
 class BaseAsReference:
-    """The reference policy of a model with adapters: the model without them. It takes no memory and no
-    copies."""
+    """The reference policy of a model with adapters: the model without its adapters. It needs neither memory
+    nor copies."""
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Inside, the model is its base. Within itself it does nothing."""
+        """Let the model compute with its base weights inside the context. A nested call does nothing."""
         with backend.without_adapters() or contextlib.nullcontext():
             yield
 
@@ -268,7 +268,7 @@ def _parameters(backend: Backend) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _write(backend: Backend, weights: Sequence[torch.Tensor]) -> None:
-    """Write weights into the model, in the order of the device's queue, so that no copy overtakes a pass
-    that is still to run."""
+    """Write ``weights`` into the model, in the order of the device's queue, so that no copy overtakes a pass
+    that has yet to run."""
     for parameter, weight in zip(_parameters(backend), weights, strict=True):
         parameter.copy_(weight, non_blocking=True)

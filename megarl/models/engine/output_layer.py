@@ -1,12 +1,12 @@
 """Requests of a pass to a model's output layer for less than the logits of all its positions.
 
-A ``Request`` names the positions that are wanted: hidden states are selected before the output layer, and
-neither its product nor the softmax is computed for the others. With a chunk size the output layer gives
-log-probabilities instead of logits, so that the logits of one chunk alone are there at any time. Without a
-request the output layer does what it always does; generation asks for nothing.
+A ``Request`` names the positions to score: hidden states are selected before the output layer, and neither
+the layer's product nor the softmax is computed for other positions. With a chunk size the output layer
+returns log-probabilities instead of logits, so that only the logits of one chunk exist at any time. Without a
+request the output layer does its normal forward; generation makes no request.
 
-Legend: n rows and t positions in front of the model, k of these n x t that are wanted, h hidden size, V
-vocabulary columns of this rank.
+Legend: n rows and t positions that enter the model, k of these n x t to score, h hidden size, V vocabulary
+columns of this rank.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Request:
     """Request of one micro-batch's pass to the output layer.
 
     Attributes:
-        index: [k] int64, ascending: the positions that are wanted, counted through [n, t]; None for all of
-            them.
-        targets: [k] int64, the token that is scored at each of them.
-        shard: which vocabulary columns this rank holds.
-        sampling: how tokens are sampled, and so scored.
-        chunk_size: positions whose logits are there at a time; None for all of them, which are then what the
-            output layer gives.
-        with_entropies: entropies are wanted with the log-probabilities.
-        further: [k, K] int64, tokens that are scored at each of them too; None for none.
-        largest: K, where these are the most likely ones, which a pass without gradients finds; 0 where they
-            are given, or there are none.
+        index: [k] int64, ascending: the positions to score, as indices into the flattened [n, t]; None for
+            all positions.
+        targets: [k] int64, the token that is scored at each of these positions.
+        shard: the vocabulary columns of this rank.
+        sampling: how tokens are sampled, and therefore scored.
+        chunk_size: number of positions whose logits exist at a time; None for all positions, and then the
+            output layer returns logits.
+        with_entropies: compute entropies with the log-probabilities.
+        further: [k, K] int64, further tokens that are scored at each position; None for none.
+        largest: K if the further tokens are the most likely ones, which a pass without gradients finds; 0 if
+            the further tokens are given or there are none.
     """
 
     index: torch.Tensor | None
@@ -64,8 +64,8 @@ class Request:
     _answer: tuple[int, torch.Size] | None = None
 
     def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
-        """[k, h]: the hidden states that are wanted, of [n, t, h], or with ``sequence_first`` of [t, n, h].
-        Differentiable."""
+        """Select the hidden states [k, h] of the positions to score, from ``hidden`` [n, t, h], or [t, n, h]
+        with ``sequence_first``. Differentiable."""
         if self.index is None:
             return (hidden.transpose(0, 1) if sequence_first else hidden).flatten(0, 1)
         index = self.index
@@ -82,16 +82,17 @@ class Request:
         bias: torch.Tensor | None,
         low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[1, k, V] logits of ``rows`` [k, h]; or with a chunk size, in float32, [1, k, 1] log-probabilities,
-        with entropies behind them, and with those of K further tokens behind both. Differentiable.
+        """Compute logits [1, k, V] of ``rows`` [k, h]; or with a chunk size, in float32, log-probabilities
+        [1, k, 1], followed by a column for entropies and K columns for further tokens if requested.
+        Differentiable.
 
         Args:
-            rows: of all tensor-parallel ranks the same; whoever brings them together adds up their gradient
+            rows: equal on all tensor-parallel ranks; the caller that gathers the rows sums their gradient
                 over these ranks.
             weight: [V, h], this rank's.
             bias: [V], or None.
-            low_rank: what an adapter's A made of ``rows`` [k, r], and its B [V, r] of this rank; None without
-                an adapter.
+            low_rank: the product [k, r] of ``rows`` and an adapter's A, and this rank's part [V, r] of the
+                adapter's B; None without an adapter.
         """
         if self.chunk_size is None:
             logits = F.linear(rows, weight, bias)
@@ -109,12 +110,13 @@ class Request:
         return answer
 
     def is_answer(self, output: torch.Tensor) -> bool:
-        """Return whether ``scores`` can read ``output``: logits may have gone through more than the output
-        layer, log-probabilities not."""
+        """Return whether ``scores`` can read ``output``. Logits may have gone through further operations
+        after the output layer; log-probabilities may not."""
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
     def scores(self, output: torch.Tensor) -> TokenScores:
-        """[k] float32 of the targets, from what ``output`` gave; with further tokens [k, K] of these."""
+        """Return the scores of the targets, [k] float32, and of further tokens, [k, K], from the result of
+        ``output``."""
         if self.chunk_size is None:
             if self.largest:
                 self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
@@ -133,8 +135,8 @@ class Request:
         return replace(scores, largest=self.further) if self.largest else scores
 
     def of_chunk(self, chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, SoftmaxSums]:
-        """Scores [c, 1 or more] of the positions of a chunk by their logits [c, V], and what their gradient
-        needs. Finds the most likely tokens where they are wanted."""
+        """Compute the scores [c, 1 or more] of a chunk's positions from their logits [c, V]. Return the
+        scores and the sums that their gradient needs. Finds the most likely tokens if they are requested."""
         scored = (logits, self.targets[chunk], self.shard, self.sampling)
         values, sums = score(*scored, with_entropies=self.with_entropies)
         columns = [values[:, None], *([] if sums.entropies is None else [sums.entropies[:, None]])]
@@ -149,7 +151,8 @@ class Request:
     def gradient_of_chunk(
         self, chunk: slice, logits: torch.Tensor, sums: SoftmaxSums, grad_output: torch.Tensor
     ) -> torch.Tensor:
-        """[c, V]: the gradient of a chunk's logits, in the memory of these, from that of its scores."""
+        """Compute the gradient [c, V] of a chunk's logits from the gradient of its scores, overwriting the
+        logits."""
         grad_entropies = grad_output[:, 1] if self.with_entropies else None
         further = (
             None if self.further is None else (self.further[chunk], grad_output[:, 1 + self.with_entropies :])
@@ -174,8 +177,8 @@ _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 @contextlib.contextmanager
 def asking(request: Request | None) -> Iterator[None]:
-    """Inside, the output layers of this process answer ``request``; None asks for the logits of all
-    positions."""
+    """Let the output layers of this process compute ``request`` inside the context; None requests the logits
+    of all positions."""
     token = _REQUEST.set(request)
     try:
         yield
@@ -184,7 +187,7 @@ def asking(request: Request | None) -> Iterator[None]:
 
 
 def asked() -> Request | None:
-    """The request that an output layer has to answer; None where it is to give the logits of all
+    """Return the request that an output layer must compute; None if it must return the logits of all
     positions."""
     return _REQUEST.get()
 
@@ -196,14 +199,15 @@ def answer_requests(
     local: Callable[[Any], Any] = lambda parameter: parameter,
     low_rank: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> None:
-    """Let an output layer answer requests; without one it goes on to do what it did. Does nothing to what is
-    no linear layer.
+    """Patch an output layer to compute the current request; without a request it does its normal forward. A
+    layer without ``low_rank`` is left alone unless it is a plain linear layer.
 
     Args:
-        layer: of a model of transformers.
-        whole: gives all positions of its input on every tensor-parallel rank, and adds up their gradient.
-        local: gives what this rank has of its weight or its bias.
-        low_rank: of a layer with an adapter, makes of rows what ``Request.output`` wants of it.
+        layer: output layer of a transformers model.
+        whole: gathers all positions of its input on every tensor-parallel rank, and sums their gradient.
+        local: returns this rank's part of a weight or bias.
+        low_rank: for a layer with an adapter, computes from rows the ``low_rank`` argument of
+            ``Request.output``.
     """
     is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
     # A layer with a forward of its own (scaled or capped logits) is left alone; all logits are then made.
@@ -225,18 +229,18 @@ def answer_requests(
 
 
 def answers_requests(layer: nn.Module) -> bool:
-    """Return whether ``answer_requests`` has changed an output layer."""
+    """Return whether ``answer_requests`` has patched an output layer."""
     return getattr(layer, _ANSWERS, False)
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores of tokens from hidden states [k, h] and the output layer's weight, a chunk of positions at a
-    time: log-probabilities [k, 1] of targets, with one more column for entropies, and K more for further
-    tokens.
+    """Scores of tokens from hidden states [k, h] and the output layer's weight, one chunk of positions at a
+    time: log-probabilities [k, 1] of targets, with one more column for entropies, and K more columns for
+    further tokens.
 
-    Backward computes the logits of each chunk once more, writes their gradient over them, and adds up the
-    weight's: in float32, so that a sum over many chunks loses nothing that one product over all positions
-    would keep.
+    The backward pass computes the logits of each chunk again, overwrites them with their gradient, and
+    accumulates the weight's gradient in float32. So a sum over many chunks loses no precision that one
+    product over all positions would keep.
     """
 
     @staticmethod
@@ -300,13 +304,13 @@ def _logits(
     up: torch.Tensor | None,
     chunk: slice,
 ) -> torch.Tensor:
-    """[c, V] of a chunk of positions."""
+    """Compute the logits [c, V] of a chunk of positions."""
     logits = F.linear(hidden[chunk], weight, bias)
     return logits if inner is None or up is None else logits + F.linear(inner[chunk], up)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to ``total``, which may be of a wider dtype."""
+    """Add the matrix product of ``left`` and ``right`` to ``total``, which may have a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -1,8 +1,8 @@
-"""Attention over a part of the keys, with what it takes to put parts together: the log-sum-exp of the scores.
+"""Attention over a part of the keys, with the log-sum-exp of the scores, by which parts are combined.
 
-Two parts join exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2) and
-o = exp(l1 - l) o1 + exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S query
-length, K key length, H query heads, G key-value heads, D head dimension.
+Two parts combine exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2)
+and o = exp(l1 - l) o1 + exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S
+query length, K key length, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def partial_attention(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over these keys alone; nothing is kept for autograd.
+    """Compute attention over the given keys only; nothing is saved for autograd.
 
     Args:
         query: [B, H, S, D].
@@ -33,7 +33,7 @@ def partial_attention(
 
     Returns:
         [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or
-        better. A query that sees no key has output 0 and log-sum-exp -inf.
+        wider. A query that sees no key has output 0 and log-sum-exp -inf.
     """
     if seen is None and takes_flash(query):
         # The operators below torch's own function: that one returns no log-sum-exp.
@@ -64,16 +64,17 @@ def partial_gradients(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what these keys contribute to the gradients of whole attention.
+    """Compute the contribution of the given keys to the gradients of attention over all keys.
 
     Args:
-        gradient: [B, H, S, D], of the whole output.
+        gradient: [B, H, S, D], of the output of all parts together.
         query, key, value, scale, causal, seen: as for ``partial_attention``.
         output: [B, H, S, D], of all parts together.
         logsumexp: [B, H, S], of all parts together; finite.
 
     Returns:
-        Of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]; parts of the first add up.
+        Gradients of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]. The gradient of
+        ``query`` is to be summed over the parts.
     """
     if seen is None and takes_flash(query):
         return _gradients_by_flash(gradient, query, key, value, output, logsumexp, scale, causal)
@@ -88,7 +89,7 @@ def partial_gradients(
 
 
 def takes_flash(query: torch.Tensor) -> bool:
-    """Return whether torch's FlashAttention kernels take tensors like this one."""
+    """Return whether torch's FlashAttention kernels accept tensors like this one."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -107,8 +108,8 @@ def _gradients_by_flash(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernel's backward pass; it takes probabilities from the log-sum-exp that it is given, which may be
-    that of more keys."""
+    """Compute ``partial_gradients`` by the kernel's backward pass, which derives probabilities from the given
+    log-sum-exp, even if that covers more keys."""
     # The operator wants a seed and an offset of dropout, whatever its share.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -148,8 +149,8 @@ def _in_blocks(
     causal: bool,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``partial_attention`` in plain operations, for devices whose kernels do not give the log-sum-exp of any
-    mask and dtype."""
+    """Compute ``partial_attention`` in plain operations, for devices whose kernels do not give the
+    log-sum-exp for every mask and dtype."""
     outputs, sums = [], []
     for first in range(0, query.shape[2], BLOCK):
         scores = _scores(query, key, scale, causal, seen, first)
@@ -173,7 +174,7 @@ def _gradients_in_blocks(
     causal: bool,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Dao et al. 2022, algorithm 4, over blocks of queries."""
+    """Compute ``partial_gradients`` by algorithm 4 of Dao et al. 2022, over blocks of queries."""
     groups = key.shape[1]
     sums = torch.promote_types(query.dtype, torch.float32)
     of_key, of_value = torch.zeros_like(key, dtype=sums), torch.zeros_like(value, dtype=sums)
@@ -199,8 +200,8 @@ def _gradients_in_blocks(
 def _scores(
     query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """[B, G, H/G, block, K] in float32 or better, -inf where a key is not seen, of the block of queries from
-    ``first`` on."""
+    """Compute the scores [B, G, H/G, block, K] of the block of queries from ``first`` on, in float32 or
+    wider, with -inf where a key is not seen."""
     asked = query[:, :, first : first + BLOCK].unflatten(1, (key.shape[1], -1))
     scores = (asked @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if seen is not None:
@@ -214,5 +215,5 @@ def _scores(
 
 
 def _weights(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
-    """exp(scores - logsumexp); 0 for a query that sees no key, where both are -inf."""
+    """Return exp(scores - logsumexp), with 0 for a query that sees no key, where both are -inf."""
     return (scores - logsumexp.masked_fill(logsumexp == float("-inf"), 0.0)[..., None]).exp()

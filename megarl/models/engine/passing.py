@@ -1,4 +1,4 @@
-"""The passes of a worker over a batch: training, log-probabilities, likeliest tokens and values."""
+"""The passes of a worker over a batch: training, log-probabilities, the most likely tokens, and values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassingWorker(WorkerState):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Train on (or, with ``eval_mode``, only evaluate) this data-parallel rank's share of the batch.
+        """Train on this data-parallel rank's share of the batch, or with ``eval_mode`` only evaluate it.
 
         Args:
             data: rows of the NeMo-RL policy API, on the CPU.
@@ -51,15 +51,15 @@ class PassingWorker(WorkerState):
 
         Returns:
             ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in
-            evaluation), ``rank``, ``all_mb_metrics`` a list for each metric, ``skipped`` global batches
+            evaluation), ``rank``, ``all_mb_metrics`` with a list for each metric, ``skipped`` global batches
             without a step (rows counted in this replica's share), ``positions`` of this replica's passes,
-            padding among them, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
+            including padding, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
 
         Raises:
             ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the
                 reverse.
-            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow to go
-                on.
+            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow the
+                run to continue.
         """
         check_loss(loss_fn, scores=self.scores)
         self._require("train", optimizer=not eval_mode)
@@ -116,8 +116,8 @@ class PassingWorker(WorkerState):
         return local
 
     def _plan_of(self, data: BatchedDataDict[Any]) -> Planned | None:
-        """The micro-batches that the driver planned by tokens; None where micro-batches have a fixed number
-        of rows.
+        """Return the micro-batches that the driver planned by tokens; None if micro-batches have a fixed
+        number of rows.
 
         Raises:
             BatchError: the configuration asks for a plan and the batch has none.
@@ -137,13 +137,14 @@ class PassingWorker(WorkerState):
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[Any]:
-        """``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are 0.
+        """Compute ``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are
+        0.
 
         Args:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B,
-                S], perhaps ``sample_mask`` [B].
+                S] and optionally ``sample_mask`` [B].
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
-            skip_masked: tokens under a mask of 0 are not scored; they are 0 too.
+            skip_masked: do not score tokens under a mask of 0; their log-probabilities are 0 too.
         """
         self._require("get_logprobs")
         batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
@@ -167,17 +168,18 @@ class PassingWorker(WorkerState):
         skip_masked: bool = False,
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[Any]:
-        """The ``k`` most likely tokens behind each token under the present weights, on the CPU.
+        """Compute the ``k`` most likely tokens after each token under the present weights, on the CPU.
 
         Args:
             data: as for ``get_logprobs``.
             k: at most the vocabulary.
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
-            skip_masked: nothing is computed for tokens under a mask of 0; where one would follow, there is 0.
-            vocabulary_size: tokens from this on count as none; None for all.
+            skip_masked: compute nothing for tokens under a mask of 0; entries that such a token would follow
+                are 0.
+            vocabulary_size: exclude tokens from this id on; None for no exclusion.
 
         Returns:
-            As ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
+            The columns of ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
             ``topk_indices`` [B, S, k] int64, and ``logprobs`` [B, S] of the tokens of ``data``.
         """
         self._require("get_topk_logits")
@@ -207,8 +209,8 @@ class PassingWorker(WorkerState):
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[Any]:
-        """``values`` [B, S] float32 on the CPU under the present weights, of a model that scores: entry i is
-        what it says at token i, from all tokens up to it; padding is 0.
+        """Compute ``values`` [B, S] float32 on the CPU under the present weights, with a value model. Entry i
+        is the value at token i, from all tokens up to it; padding is 0.
 
         Args:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B].
@@ -221,8 +223,9 @@ class PassingWorker(WorkerState):
     def _scored_batch(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
     ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
-        """Return what a pass that scores reads of ``data``, on the device; how it is cut; and the tokens that
-        are wanted, bool [B, S] on the host, None for all."""
+        """Return the parts of ``data`` that a scoring pass reads, on the device; their division into
+        micro-batches; and the mask of the tokens to score, bool [B, S] on the host, or None for all
+        tokens."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
         wanted = under_mask(data) if skip_masked else None
@@ -234,7 +237,7 @@ class PassingWorker(WorkerState):
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Inside, the model has the reference policy's weights."""
+        """Swap in the reference policy's weights inside the context."""
         if self.reference is None:
             raise StateError(
                 "there is no reference policy: the worker was built with init_reference_model=False; build "
@@ -252,7 +255,8 @@ class PassingWorker(WorkerState):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[Any]:
-        """Compute as ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
+        """Compute the log-probabilities of ``get_logprobs`` under the reference policy, as
+        ``reference_logprobs``."""
         with self.use_reference_model():
             found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})

@@ -10,10 +10,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """The torch dtype that a configuration names.
+    """Return the torch dtype that a configuration names.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is unknown.
     """
     if name not in DTYPES:
         raise ConfigError(f"{key} = {name!r}: expected one of {', '.join(DTYPES)}")

@@ -1,5 +1,5 @@
-"""The receiving half of a refit: a worker that only generates, on ranks of its own, takes the weights of the
-policy that is trained."""
+"""The receiving half of a refit, in which a worker that only generates, on its own ranks, receives the
+weights of the trained policy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ArrivedWeights(HuggingFaceSource):
     """A Hugging Face checkpoint in memory.
 
     Args:
-        directory: what messages call it.
-        tensors: whole weights by their names.
+        directory: name of the checkpoint in messages.
+        tensors: full weights by their names.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -48,20 +48,20 @@ class ArrivedWeights(HuggingFaceSource):
 
 
 class TakesWeights(Protocol):
-    """A backend that engines run on: Megatron, or DTensor for all policies of transformers."""
+    """A backend on which an engine can run: Megatron, or DTensor for all policies of transformers."""
 
     def load_hf(self, source: HuggingFaceSource) -> None:
-        """Fill all parameters from whole weights by their Hugging Face names, as at the start. A
+        """Fill all parameters from full weights by their Hugging Face names, as at the start. A
         collective."""
         ...
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters that every tensor-parallel rank has a copy of. Local."""
+        """Yield this rank's parameters of which every tensor-parallel rank has a copy. Local."""
         ...
 
 
 class ReceivingWorker:
-    """Methods by which a worker gets its weights from a policy elsewhere; see ``RolloutEngine``."""
+    """Methods by which a worker receives its weights from a policy on other ranks; see ``RolloutEngine``."""
 
     backend: Any
     runtime: DeviceRuntime
@@ -75,7 +75,7 @@ class ReceivingWorker:
             address: ``[ip, port, world_size, rank of the engines' first rank]`` of the group.
 
         Raises:
-            RefitError: somebody is missing, or expects something else.
+            RefitError: a rank is missing, or expects something else.
         """
         self._leave_policy()
         manifest = Manifest.from_description(weights)
@@ -85,12 +85,12 @@ class ReceivingWorker:
         self._listener = WeightListener(group, manifest)
 
     def update_from_broadcast(self) -> int:
-        """Take all weights from the policy's group; their version. They wait in host memory, a whole model of
-        them, until the last one is there: a parameter of this layout may be made of several, and a refit that
-        breaks off must leave the old ones.
+        """Receive all weights from the policy's group, load them, and return their version. A full model of
+        them stays in host memory until the last weight has arrived. One parameter of this layout may consist
+        of several weights, and an interrupted refit must leave the old weights.
 
         Raises:
-            RefitError: the policy is gone, gave the refit up, or another engine rank could not take its
+            RefitError: the policy is gone or gave up the refit, or another engine rank could not receive its
                 weights.
         """
         assert self._listener is not None, "the driver connects engines before a refit"
@@ -103,17 +103,17 @@ class ReceivingWorker:
         return version
 
     def weight_digests(self, first_rank_only: bool = False) -> dict[str, int]:
-        """A number of the bits of each weight by its Hugging Face name, of this rank's copy of the model;
-        with ``first_rank_only`` empty on the others. Engines add what ``_differing_copies`` finds. A
-        collective."""
+        """Return a checksum of each weight's bits in this rank's copy of the model, by Hugging Face name.
+        With ``first_rank_only`` the other ranks return nothing; without it, engines add the digests of
+        ``_differing_copies``. A collective."""
         found = {name: checksum(_words(tensor)) for name, tensor in self.backend.export_hf()}
         if first_rank_only:
             return {} if torch.distributed.get_rank() else found
         return {**found, **self._differing_copies()}
 
     def _differing_copies(self) -> dict[str, int]:
-        """Digests of this rank's copies that differ from the first tensor-parallel rank's, of which an export
-        would not show them."""
+        """Return the digests of this rank's parameter copies that differ from the first tensor-parallel
+        rank's, which an export would not reveal."""
         groups = self.backend.groups
         own = {
             name: checksum(_words(tensor))
@@ -128,7 +128,7 @@ class ReceivingWorker:
         }
 
     def is_alive(self) -> bool:
-        """Return whether this process answers: True, where it does."""
+        """Return True, which shows that this process responds."""
         return True
 
     def _leave_policy(self) -> None:
@@ -138,6 +138,6 @@ class ReceivingWorker:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, with zeros behind them up to a multiple of 4."""
+    """Return the bytes of a tensor, padded with zeros to a multiple of 4."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % 4))

@@ -1,13 +1,13 @@
-"""Ring attention: keys and values go round the context-parallel ranks, each rank attending to one rank's part
-at a time.
+"""Ring attention: keys and values are passed around the context-parallel ranks, and each rank attends to one
+rank's part at a time.
 
-No rank ever holds more than two ranks' keys and values, where gathering them holds all; each next part
-travels while the last one is attended to. In the backward pass they go round again, and their gradients with
-them (Liu et al. 2023, arXiv:2310.01889; here on the load-balanced chunks of ``megarl.models.engine.context``,
-so that every step is the same work on all ranks).
+No rank ever holds more than two ranks' keys and values, whereas a gather holds all; each next part is
+transferred during the attention to the current one. In the backward pass keys and values are passed around
+again, together with their gradients (Liu et al. 2023, arXiv:2310.01889; here on the load-balanced chunks of
+``megarl.models.engine.context``, so that every step is the same work on all ranks).
 
-Legend: s = S / size positions here; of a sequence a rank has two chunks, a first and a second half of what it
-holds.
+Legend: s = S / size positions on this rank; a rank has two chunks of each sequence, the first and the second
+half of the positions that it holds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def ring_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside every sequence, over the keys and values of all context-parallel ranks.
+    """Compute causal attention inside every sequence, over the keys and values of all context-parallel ranks.
 
     Args:
         query: [B, H, s, D], this rank's part.
         key, value: [B, G, s, D].
-        starts: where each sequence begins over all ranks; the last entry is the end. Lengths are multiples of
-            2 * context size.
+        starts: first position of each sequence over all ranks; the last entry is the end. Lengths are
+            multiples of 2 * context size.
         context: two ranks or more.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
@@ -53,8 +53,8 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of this rank and the keys, of another rank's part, that they see: all, up to themselves, or
-    those marked in ``seen``."""
+    """Queries of this rank, and the keys of another rank's part that they see: all keys, those up to the
+    query itself (``causal``), or those marked in ``seen``."""
 
     queries: slice
     keys: slice
@@ -65,7 +65,7 @@ class _Piece:
 def _pieces(
     starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device
 ) -> Iterator[_Piece]:
-    """Return what this rank's queries see of the keys of rank ``source``, sequence by sequence."""
+    """Yield, sequence by sequence, this rank's queries with the keys of rank ``source`` that they see."""
     for start, end in itertools.pairwise(starts):
         here, length = start // context.size, (end - start) // context.size
         if length == 0:
@@ -88,8 +88,8 @@ def _pieces(
 
 
 def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
-    """Return whether some position of the first ranges sees one of the others: is at it, or less than
-    ``window`` behind it."""
+    """Return whether some position of the ranges ``asked`` sees one of the ranges ``held``, that is, equals
+    it or follows it by less than ``window``."""
     # how far positions of one range are behind those of another is every number from the least to the largest
     return any(
         max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1)
@@ -106,7 +106,7 @@ def _inside_window(
     window: int,
     device: torch.device,
 ) -> _Piece:
-    """The piece with what the window leaves of it."""
+    """Return the piece limited to the window by a mask."""
     asking = context.index(starts, device)[piece.queries]
     held = ContextShare(source, context.size).index(starts, device)[piece.keys]
     distance = asking[:, None] - held[None]
@@ -114,7 +114,8 @@ def _inside_window(
 
 
 class _Round:
-    """A tensor that is on its way to the next rank while the same of the rank before arrives."""
+    """A transfer of a tensor to the next rank, while the corresponding tensor of the previous rank
+    arrives."""
 
     def __init__(self, tensor: torch.Tensor, context: ContextShare) -> None:
         assert context.group is not None
@@ -137,7 +138,7 @@ class _Round:
 
 
 def _go_round(both: torch.Tensor, context: ContextShare) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its keys and values) for every rank, our own first; the next are fetched meanwhile."""
+    """Yield every rank with its keys and values, this rank first; the next ones are fetched meanwhile."""
     for step in range(context.size):
         following = _Round(both, context) if step + 1 < context.size else None
         yield (context.rank - step) % context.size, both
@@ -216,8 +217,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
-    """Take a part into the output and log-sum-exp so far, in place. Where neither has seen a key yet, both
-    stay as they are."""
+    """Add a part to the output and log-sum-exp so far, in place. A query that has seen no key in either stays
+    unchanged."""
     joint = torch.logaddexp(logsumexp, part_sum)
     # -inf minus -inf would be NaN.
     finite = joint.masked_fill(joint == float("-inf"), 0.0)

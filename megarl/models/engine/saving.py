@@ -1,4 +1,4 @@
-"""The files of a worker: checkpoints, and exports in the form of Hugging Face."""
+"""The files of a worker: checkpoints, and exports in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megarl.weight_sync.manifest import drain
 
 
 class SavingWorker(WorkerState):
-    """Methods by which a worker writes and reads what it has."""
+    """Methods by which a worker writes and reads checkpoints and exports."""
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
-        """Write weights, and optimizer state with schedule and random-number states when ``optimizer_path``
-        is given.
+        """Write the weights, and with ``optimizer_path`` also optimizer state, schedule and random-number
+        states.
 
-        Each path is a directory that appears whole or not at all. Only rank 0 writes the tokenizer.
+        Each path is a directory that appears only when complete. Only rank 0 writes the tokenizer.
 
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
             NonFiniteError: a weight is NaN or infinite.
-            StateError: inside ``use_reference_model()``, the parameters are in host memory, a load has
-                failed, or there is no tokenizer to write.
+            StateError: the call is inside ``use_reference_model()``, the parameters are in host memory, a
+                load has failed, or there is no tokenizer to write.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
@@ -62,15 +62,15 @@ class SavingWorker(WorkerState):
                     ) from error
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Read what ``save_checkpoint`` wrote, also on a live worker and from any other layout.
+        """Load what ``save_checkpoint`` wrote, from any parallel layout, even on a worker that is in use.
 
-        Where there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and
-        until a load succeeds, all that would use them is refused.
+        If there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and
+        every use of the weights is refused until a load succeeds.
 
         Raises:
-            CheckpointError: a directory is missing, on the host of any rank, or holds another model or
-                weights that are not finite.
-            StateError: inside ``use_reference_model()``, or the parameters are in host memory.
+            CheckpointError: a directory is missing on the host of any rank, or holds another model or weights
+                that are not finite.
+            StateError: the call is inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("load_checkpoint")
         self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
@@ -87,7 +87,7 @@ class SavingWorker(WorkerState):
         self._unfinished_load = None  # every rank has come to that collective, so that no load has failed
 
     def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
-        """Refuse a load on all ranks where one of them cannot begin it."""
+        """Raise on all ranks if one of them cannot begin the load."""
         failure: Exception | None = None
         try:
             self.backend.require_loadable(weights, optimizer)
@@ -101,16 +101,16 @@ class SavingWorker(WorkerState):
             raise failure or CheckpointError(f"{elsewhere}Fix: a path that all hosts see")
 
     def export_hf(self, path: str) -> None:
-        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that
-        appears whole or not at all.
+        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer), whose
+        directory appears only when complete.
 
-        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form. A
-        vision tower and a layer that predicts further tokens are written as the model's own directory has
-        them.
+        Adapters are merged into the weights, and also written alone, in PEFT's format, to the checkpoint's
+        subdirectory ``adapter``. A vision tower and a layer for multi-token prediction are copied from the
+        model's own directory.
 
         Raises:
-            ConversionError: on rank 0, ``path`` exists already.
-            CheckpointError: on the other ranks, when rank 0 could not write.
+            ConversionError: ``path`` exists already; raised on rank 0.
+            CheckpointError: rank 0 could not write; raised on the other ranks.
             NonFiniteError: a weight is NaN or infinite.
         """
         self._require("export_hf")
@@ -135,8 +135,8 @@ class SavingWorker(WorkerState):
                 drain(stream)
 
     def _writer_beside(self) -> Callable[[Path], None]:
-        """Return what writes into the directory of an export after weights, config and tokenizer: adapters,
-        which it gathers on the first rank, and files that belong to a part of the model which is not
+        """Return a function that adds to an export's directory, after weights, config and tokenizer, the
+        adapters, which are gathered on the first rank, and the files of parts of the model that are not
         trained."""
         found = self.backend.export_adapters()
         config, factors = ({}, ()) if found is None else found
@@ -151,5 +151,5 @@ class SavingWorker(WorkerState):
 
     @property
     def hf_config(self) -> Any:
-        """The Hugging Face config that goes into an export."""
+        """The Hugging Face config that an export contains."""
         return self.backend.hf_config

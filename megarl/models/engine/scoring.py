@@ -1,10 +1,10 @@
-"""Models that score: a linear layer with one output in the place of a language model's output layer, as
-reward and value models have.
+"""Models that score, with a linear layer of one output instead of a language model's output layer, as reward
+and value models have.
 
 transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and
-is never tied to the embedding. A language model becomes one by the configuration
-(``policy.reward_model_cfg``): its output layer is left out, and the score layer comes from the seed alone,
-so that it is the same in every layout and on every backend.
+is never tied to the embedding. The configuration (``policy.reward_model_cfg``) turns a language model into
+one: its output layer is dropped, and the score layer depends on the seed alone, so that it is equal in every
+layout and on every backend.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
 def scoring_config(hf_config: Any) -> Any:
-    """A copy of a model's config that names the class with a score layer, and one label.
+    """Return a copy of a model's config that names the class with a score layer, and one label.
 
     Args:
-        hf_config: a transformers config, of a language model or of a model that scores already.
+        hf_config: a transformers config, of a language model or of a model that already scores.
 
     Raises:
-        ModelError: transformers has no such class for the model, or the model scores otherwise.
+        ModelError: transformers has no such class for the model, or the model has another class or several
+            labels.
     """
     # A copy: the caller's config still describes the files.
     config = copy.deepcopy(hf_config)
@@ -55,7 +56,7 @@ def scoring_config(hf_config: Any) -> Any:
 
 
 def said_of_scoring(config: Any) -> dict[str, Any]:
-    """Return what ``scoring_config`` changed, as a ``config.json`` has it."""
+    """Return the keys of a ``config.json`` in which a model that scores differs from its language model."""
     said = config.to_dict()
     keys = ("architectures", "id2label", "label2id", "pad_token_id")
     return {
@@ -85,14 +86,14 @@ def _scoring_class(config: Any) -> str:
 
 
 def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> HuggingFaceSource:
-    """The weights of a model that scores: those of ``source`` where it has a score layer, else its language
-    model with a new one.
+    """Return the weights of a model that scores: ``source`` if it has a score layer, otherwise its language
+    model with a new score layer.
 
     Args:
         source: the checkpoint.
         hf_config: its config; the new layer is sampled from a normal distribution of ``initializer_range``,
-            as transformers does.
-        seed: of the new layer.
+            as in transformers.
+        seed: seed of the new layer.
     """
     if SCORE in source:
         return source
@@ -101,13 +102,13 @@ def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> Hugg
 
 
 class _WithNewScore(HuggingFaceSource):
-    """A language model's weights with a new score layer in the place of its output layer.
+    """A language model's weights with a new score layer instead of its output layer.
 
     Args:
-        directory: of the language model.
+        directory: directory of the language model.
         hidden_size: inputs of the layer.
         deviation: standard deviation of its weights.
-        seed: of these.
+        seed: seed of its weights.
     """
 
     def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:

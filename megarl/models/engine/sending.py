@@ -1,5 +1,5 @@
-"""The sending half of a refit: the present weights, to engines on the same devices or elsewhere; see
-``megarl.models.engine.receiving`` for the other half."""
+"""The sending half of a refit, which gives the present weights to engines on the same devices or elsewhere;
+see ``megarl.models.engine.receiving`` for the other half."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.weight_sync.transfer_group import TransferGroup
 
 
 class SendingWorker(WorkerState):
-    """Methods by which a worker gives its weights to engines, see ``megarl.weight_sync``."""
+    """Methods by which a worker sends its weights to engines; see ``megarl.weight_sync``."""
 
     _with_checksum: bool
     _new_sender: Callable[..., WeightSender]
@@ -41,15 +41,15 @@ class SendingWorker(WorkerState):
     # to an engine that generates on the same devices
 
     def _factors(self) -> WeightIterator:
-        """Return the factors of all adapters, by PEFT's names: what engines get that compute with adapters. A
+        """Yield the factors of all adapters under PEFT's names, for engines that compute with adapters. A
         collective."""
         found = self.backend.export_adapters()
         assert found is not None, "policy.peft is enabled"
         return found[1]
 
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
-        """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on
-        all but the first."""
+        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. The result
+        is equal on all ranks; with ``first_rank_only`` it is empty on all ranks but the first."""
         # Only the first time: the manifest follows from names and shapes, which never change afterwards.
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
@@ -58,17 +58,18 @@ class SendingWorker(WorkerState):
         return {} if first_rank_only and dist.get_rank() else manifest.description()
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Older name of ``prepare_refit_info``."""
+        """Call ``prepare_refit_info``, of which this is the older name."""
         return self.prepare_refit_info()
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Begin a refit; names with their bytes in the transfer buffer, in the order of sending, and the
-        bytes that a group may have."""
+        """Begin a refit. Return the weights' names with their bytes in the transfer buffer, in sending order,
+        and the maximum bytes of a group."""
         budget = self.begin_refit()
         return self._sender.manifest.padded_sizes, float(budget)
 
     def begin_refit(self) -> int:
-        """Begin a refit for a caller that knows the weights' names already: at a refit no name travels."""
+        """Begin a refit for a caller that already knows the weights' names, which are not sent again. Return
+        the maximum bytes of a group."""
         return self._begin_with(self._sender)
 
     def _begin_with(self, sender: WeightSender) -> int:
@@ -77,35 +78,35 @@ class SendingWorker(WorkerState):
         return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Copy the next group of weights into the transfer buffer. All ranks gather; those with a buffer
+        """Copy the next group of weights into the transfer buffer. All ranks gather; ranks that have a buffer
         return ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send(list(keys))
 
     def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
-        """Return the handles of a group by the index of its first weight in the order of sending, and how
-        many it has."""
+        """Return the handles of a group, given the index of its first weight in sending order and its number
+        of weights."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of what a rank of an engine on this device looks into for weights; empty on a
-        rank that publishes none."""
+        """Return ``{device: handle}`` of the mailbox in which an engine rank on this device finds the
+        weights; empty on a rank that publishes no mailbox."""
         self.prepare_refit_info()
         return self._handing.mailbox()
 
     def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
-        """Hand to each rank of an engine what it reads of the weights, from now on. Collective.
+        """Send each engine rank only the slices of the weights that it reads, from now on. Collective.
 
         Args:
-            wanted: what the ranks of the engines read; None where they take whole weights.
-            first_rank_only: the other ranks give a digest.
+            wanted: the slices that the engines' ranks read; None if they take full weights.
+            first_rank_only: the other ranks return a digest.
 
         Returns:
-            The names of the weights that go as slices, the same on all ranks, or ``names_digest`` of them;
-            mailboxes are others where there are any.
+            The names of the weights that are sent as slices, equal on all ranks, or ``names_digest`` of the
+            names; if there are any, the mailboxes are new ones.
         """
         names = self._sent_as_slices(wanted)
         return names_digest(names) if first_rank_only and dist.get_rank() else names
@@ -133,24 +134,24 @@ class SendingWorker(WorkerState):
         return list(manifest.slices)
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
-        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a
-        host can, the one that would be on the same GPU: engines follow one another over the policy's
-        ranks."""
+        """Return the engine rank that reads this rank's weights; -1 for none. On a CPU, where every engine
+        rank of the host could read them, the engine rank that would be on the same GPU is returned: engines
+        follow one another over the policy's ranks."""
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
         return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
-        """Give the present weights to the ranks of engines on this device, each group when the one before
-        the last was read.
+        """Give the present weights to the engine ranks on this device. Each group is copied once the group
+        two before it has been read.
 
         Args:
             session: number of the engines, from ``RolloutEngine.meet``.
-            ticket: number of this refit, the same for policy and engines and no other refit's.
-            most: bytes of a group, where it is to be less than the transfer buffers hold.
+            ticket: number of this refit, equal for policy and engines and different from every other refit's.
+            most: maximum bytes of a group, if less than the transfer buffers hold.
 
         Raises:
-            StateError: the weights are not those of the policy, or in host memory.
+            StateError: the weights are not those of the policy, or are in host memory.
             RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank
                 does not read.
         """
@@ -168,8 +169,8 @@ class SendingWorker(WorkerState):
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
     def _begin_together(self) -> int:
-        """Begin a refit on all ranks, or on none. A collective; returns the bytes that a group may have on
-        every one of them."""
+        """Begin a refit on all ranks, or on none. A collective; return the number of bytes that a group may
+        have on every rank."""
         failure: Exception | None = None
         room = -1
         try:
@@ -189,13 +190,13 @@ class SendingWorker(WorkerState):
     # to an engine elsewhere
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of
-        the stage alone is in it.
+        """Create the groups that weights are sent over, one per pipeline stage. Of the policy, only the first
+        rank of a stage joins the stage's group.
 
         Args:
-            ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as
-                elsewhere; on Debian a host's own name is 127.0.1.1 to itself.
-            world_size: ranks of the engines, and one.
+            ip, port: address where rank 0 listens, and the only one. A name must resolve to the same host
+                everywhere; on Debian a host's own name resolves to 127.0.1.1 on that host.
+            world_size: number of the engines' ranks, plus one.
 
         Raises:
             RefitError: an engine rank is missing or expects something else.
@@ -227,7 +228,8 @@ class SendingWorker(WorkerState):
         self._broadcasts = True
 
     def _who_sends(self) -> Stages:
-        """Worked out once, from the names that the stages export; local."""
+        """Return which pipeline stage sends which weights, computed once from the names that the stages
+        export. Local."""
         if self._stages is None:
             manifest, names = (
                 self._sender.manifest,
@@ -243,12 +245,12 @@ class SendingWorker(WorkerState):
 
     def broadcast_weights_for_collective(self) -> None:
         """Send the present weights over the groups of ``init_collective``, each stage its own, until every
-        engine rank has them all.
+        engine rank has all weights.
 
         Raises:
-            StateError: there is no group, or the weights are not those of the policy or in host memory; the
-                engines hear of that.
-            RefitError: an engine or a stage is gone; the groups are of no more use.
+            StateError: there is no group, or the weights are not those of the policy or are in host memory;
+                the engines receive this error too.
+            RefitError: an engine or a stage is gone; the groups can no longer be used.
         """
         if not self._broadcasts:
             raise StateError(
@@ -262,8 +264,8 @@ class SendingWorker(WorkerState):
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:
-        """Return the weights of this stage; an error that keeps them back comes with the stream, so that
-        waiting engines hear of it too."""
+        """Return a stream of this stage's weights. An error that prevents it is raised by the stream, so that
+        waiting engines receive the error too."""
         try:
             self._refuse_reference("broadcast_weights_for_collective")
             self._require("broadcast_weights_for_collective")

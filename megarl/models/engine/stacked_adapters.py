@@ -1,9 +1,9 @@
-"""Adapters of the parameters in which transformers holds the matrices of all experts of a layer, as PEFT has
-them (``target_parameters``).
+"""Adapters of the parameters in which transformers stores the matrices of all experts of a layer, in PEFT's
+format (``target_parameters``).
 
-A stack [E, m, n] has one pair of matrices. Of A [E r, n] an expert has r rows that follow one another, of B
-[m, E r] every E-th column. Where a stack holds several matrices of an expert (gate and up), these share A,
-and each has its rows of B.
+A stack [E, m, n] has one pair of matrices. In A [E r, n] each expert has r consecutive rows, in B [m, E r]
+every E-th column. If a stack holds several matrices of an expert (gate and up), these share A, and each has
+its own rows of B.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _WRAPPER = ".base_layer"
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A parameter of the matrices of all experts of a layer.
+    """A parameter that holds the matrices of all experts of a layer.
 
     Attributes:
-        name: in transformers' model.
+        name: its name in transformers' model.
         experts: E.
-        rows: m, of all matrices of an expert.
-        places: expert and rows of each matrix, by the name that it has by itself.
+        rows: m, of all matrices of an expert together.
+        places: expert and rows of each matrix, by the matrix's own name.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Stack:
 
     @property
     def block(self) -> str:
-        """Return the module that has the parameter."""
+        """Name of the module that has the parameter."""
         return self.name.rpartition(".")[0]
 
     def of_expert(self, expert: int) -> str:
-        """Return what an expert's part of it is called here."""
+        """Return the name that this package gives to an expert's part of the stack."""
         block, _, leaf = self.name.rpartition(".")
         return f"{block}.{expert}.{leaf}"
 
@@ -68,7 +68,7 @@ def stacks_of(architecture: Architecture) -> list[Stack]:
 
 
 def peft_modules(stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return PEFT's name of the module that has the factors of each stack, by the stack's name."""
+    """Return PEFT's name of the module that holds each stack's factors, by the stack's name."""
     found = {}
     for place, stack in enumerate(stacks):
         outside = sum(other.block == stack.block for other in stacks[place + 1 :])
@@ -77,11 +77,11 @@ def peft_modules(stacks: Sequence[Stack]) -> dict[str, str]:
 
 
 class StackedFactors:
-    """The factors of stacks, taken apart by expert and put together again.
+    """The factors of stacks, split by expert and joined again.
 
     Args:
-        stacks: that have adapters.
-        rank: of each.
+        stacks: stacks that have adapters.
+        rank: rank of each adapter.
     """
 
     def __init__(self, stacks: Sequence[Stack], rank: int) -> None:
@@ -91,11 +91,12 @@ class StackedFactors:
         }
 
     def __contains__(self, module: str) -> bool:
-        """Return whether this is an expert's part of a stack."""
+        """Return whether ``module`` is an expert's part of a stack."""
         return module in self._experts
 
     def taken(self, module: str, letter: str) -> tuple[str, tuple[slice, slice]]:
-        """Return the module of PEFT that has an expert's factor, and where the factor is in that of all."""
+        """Return PEFT's module that holds an expert's factor, and the slices of that expert in the factor of
+        all experts."""
         stack, expert = self._experts[module]
         rows = slice(expert * self._rank, (expert + 1) * self._rank)
         # B's columns alternate by expert: PEFT computes with B as [m, r, E] flattened.
@@ -107,13 +108,13 @@ class StackedFactors:
     def joined(
         self, factors: Iterable[tuple[str, str, torch.Tensor]]
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Put factors of experts together.
+        """Join the factors of experts.
 
         Args:
-            factors: module, letter and factor; of a stack A by ``of_expert``, and B by the matrix.
+            factors: module, letter and factor; for a stack, A is named by ``of_expert``, and B by the matrix.
 
         Yields:
-            The same of PEFT; of a stack once the last of it has come.
+            The same triples with PEFT's modules; those of a stack once its last factor has arrived.
         """
         wanted = {
             (module, "A"): (stack, expert, slice(None)) for module, (stack, expert) in self._experts.items()
@@ -144,8 +145,8 @@ class StackedFactors:
 
 
 def listed(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return parameters as PEFT's config lists them: by module and name where all that end so are among them,
-    otherwise whole."""
+    """Return parameter names in the form of PEFT's config: module and parameter if ``names`` contains all
+    parameters with that ending, otherwise the full name."""
 
     def end(name: str) -> str:
         return ".".join(name.split(".")[-2:])

@@ -1,19 +1,19 @@
-"""Formats in which an optimizer keeps its states: float32, bfloat16, and 8 bits in blocks; with rounding
-that is right on average.
+"""Formats in which an optimizer stores its states: float32, bfloat16, and 8 bits in blocks, with unbiased
+rounding.
 
-Adam's moments are running means. A step changes the second one by a thousandth, less than half of what
-bfloat16 or 8 bits tell apart, so a mean that is rounded to the nearest number stops where it is. Rounded up
-with the probability that makes the result right on average (Gupta et al., arXiv:1502.02551), it follows.
-The random bits are a hash of seed, step, parameter and position: a resumed run has the same ones, and so
-have ranks that hold copies of a parameter.
+Adam's moments are running means. A step changes the second moment by about a thousandth, less than half the
+spacing of bfloat16 or 8-bit numbers, so that a mean rounded to nearest would stop changing. Stochastic
+rounding, which rounds up with the probability that makes the result right on average (Gupta et al.,
+arXiv:1502.02551), lets the mean follow. The random bits are a hash of seed, step, parameter and position: a
+resumed run has the same bits, and so have ranks that hold copies of a parameter.
 
-Eight bits are numbers relative to the largest of their block (Dettmers et al., arXiv:2110.02861). Adam
-divides one moment by the root of the other, so small numbers count as much as large ones: both formats are
-floating-point ones, with three bits of mantissa. The first moment has a sign and 16 powers of two; smaller
-numbers become 0 or the smallest with the same mean. The second one has 32 powers of two, because it is a
-square, and what is not 0 never becomes 0, which would make the step m / eps (the "zero point" of Li et al.,
-arXiv:2309.01507): smaller numbers are rounded up, which makes steps smaller. A block of 256 has one float32
-scale.
+The 8-bit formats store numbers relative to the largest of their block (Dettmers et al., arXiv:2110.02861).
+Adam divides one moment by the root of the other, so that small numbers matter as much as large ones: both
+formats are floating-point, with three bits of mantissa. The first moment has a sign and 16 powers of two;
+smaller numbers become 0 or the smallest number, with the same mean. The second moment has 32 powers of two,
+because it is a square. A second moment that is not 0 never becomes 0, which would make the step m / eps (the
+"zero point" of Li et al., arXiv:2309.01507): smaller numbers are rounded up, which makes steps smaller. A
+block of 256 has one float32 scale.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _LEAST_SCALE = 2.0**-90
 
 
 class StateFormat(Protocol):
-    """A way to store one state of a shard. Positions are elements of the shard; each method begins at a
+    """A format that stores one state of a shard. Positions are elements of the shard; each method begins at a
     multiple of ``BLOCK``."""
 
     def zeros(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return the storage of ``count`` zeros."""
+        """Allocate the storage of ``count`` zeros."""
 
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Return the values from ``first`` to ``last``, float32; a view where they are stored so."""
+        """Return the values from ``first`` to ``last`` in float32; a view if they are stored in float32."""
 
     def write(
         self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
     ) -> None:
-        """Store float32 values from ``first`` on, to the end of a block or of the shard.
+        """Store float32 values from ``first`` on, up to the end of a block or of the shard.
 
         Args:
-            bits: 16 random bits a value, int32; None rounds to the nearest. Values that were read from this
-                format come back as they were.
+            bits: 16 random bits per value, int32; None rounds to nearest, which restores values read from
+                this format exactly.
         """
 
 
 class Float32:
-    """Numbers as they are computed."""
+    """Float32 numbers, stored without rounding."""
 
     def zeros(self, count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, device=device)
@@ -76,7 +76,7 @@ class Float32:
 
 
 class BFloat16:
-    """The upper half of a float32 number."""
+    """Bfloat16 numbers, the upper half of float32 numbers."""
 
     def zeros(self, count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.bfloat16, device=device)
@@ -95,8 +95,8 @@ class BFloat16:
 
 
 class Blockwise:
-    """Eight bits a number: codes from 1 on are floating-point numbers up to 1, times the scale of their
-    block; 0 is 0.
+    """Eight bits per number: codes from 1 on are floating-point numbers up to 1, times the scale of their
+    block; code 0 is 0.
 
     Storage is one uint8 tensor, scales first.
 
@@ -117,7 +117,7 @@ class Blockwise:
 
     @property
     def least(self) -> float:
-        """Smallest number above 0, relative to the scale."""
+        """The smallest number above 0, relative to the scale."""
         return float(self._table[1])
 
     def zeros(self, count: int, device: torch.device) -> torch.Tensor:
@@ -140,8 +140,8 @@ class Blockwise:
         sizes = torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).abs()
         largest = sizes.amax(1).clamp_(min=_LEAST_SCALE)
         sizes = sizes.div_(largest[:, None]).view(-1)[:count]
-        # 20 bits are rounded off: 16 random ones on top, and of the four below them half of what they can
-        # hold.
+        # Stochastic rounding drops the low 20 bits. Random bits are added to the upper 16 of them, and the
+        # midpoint (8) to the lower four, so that the rounding is unbiased.
         rounding = (bits << 4 | 8) if bits is not None else 1 << _ROUNDED_OFF - 1
         found = (
             (sizes.view(torch.int32) + rounding).bitwise_right_shift_(_ROUNDED_OFF).add_(self._largest - _ONE)
@@ -159,7 +159,7 @@ class Blockwise:
 
 
 def _parts(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales, float32, and the codes."""
+    """Return the scales, float32, and the codes of a stored tensor."""
     scales = _SCALE_BYTES * -(-stored.numel() // (BLOCK + _SCALE_BYTES))
     return stored[:scales].view(torch.float32), stored[scales:]
 
@@ -174,12 +174,12 @@ FORMATS: Mapping[str, Mapping[str, StateFormat]] = {
     "exp_avg_sq": {"float32": Float32(), "bfloat16": BFloat16(), "8bit": Blockwise(signed=False)},
     "master": {"float32": Float32(), "bfloat16": BFloat16()},
 }
-"""Formats of each state by the names that the configuration has for them."""
+"""Formats of each state, by their names in the configuration."""
 
 
 def random_bits(key: str, first: int, count: int, device: torch.device) -> torch.Tensor:
     """Return 32 random bits for each position from ``first`` on, [count] int32: a hash of key and position,
-    the same on every device.
+    equal on every device.
 
     The mixing steps are those of Wellons' ``lowbias32`` (Prospecting for Hash Functions, 2018).
     """

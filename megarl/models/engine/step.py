@@ -1,4 +1,5 @@
-"""The passes that every backend runs: training on a batch, and log-probabilities or values of a batch."""
+"""The passes that every backend runs: training on a batch, and computing log-probabilities or values of a
+batch."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ from megarl.observe.metrics import Reduction, default_reduction
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Outcome of ``train_on_batch``, the same on every rank of a data-parallel group's replicas.
+    """Outcome of ``train_on_batch``, equal on all ranks of a data-parallel replica.
 
     Attributes:
         losses: float32 [global batches], each the true loss of its global batch.
-        grad_norms: one a global batch; empty in evaluation.
-        micro_batch_metrics: a list for each metric over this rank's micro-batches.
+        grad_norms: one per global batch; empty in evaluation.
+        micro_batch_metrics: for each metric a list over this replica's micro-batches.
         skipped: global batches after which no step was taken, because their loss or gradient was not finite.
-        positions: of this rank's micro-batches, padding among them, over all context-parallel ranks.
+        positions: number of positions in this replica's micro-batches, including padding, over all
+            context-parallel ranks.
     """
 
     losses: torch.Tensor
@@ -58,7 +60,8 @@ class TrainResult:
 
 @contextlib.contextmanager
 def evaluation_mode(backend: Backend) -> Iterator[None]:
-    """Evaluation behaviour without gradients inside, whatever was before outside."""
+    """Put the model into evaluation mode without gradients inside the context, and restore its mode
+    afterwards."""
     training = backend.is_training()
     backend.set_training(False)
     try:
@@ -69,7 +72,8 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
 
 
 def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
-    """Refuse, before any pass, a batch with which replicas would wait for each other indefinitely."""
+    """Raise, before any pass, if replicas have different numbers of micro-batches and would wait for each
+    other indefinitely."""
     group = backend.replicas_in_step
     if group is None:
         return
@@ -94,7 +98,7 @@ _ADVICE = {
 
 
 class _RecordingHead:
-    """A head that notes which micro-batch was asked for last."""
+    """A head that records which micro-batch was requested last."""
 
     def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
         # By identity: inputs hold tensors, whose comparison with == is no bool.
@@ -102,7 +106,7 @@ class _RecordingHead:
         self.last = 0
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Record the micro-batch; see ``Head``."""
         self.last = self._places.get(id(model_input), self.last)
         return self._head.asks(model_input)
 
@@ -116,20 +120,20 @@ class _RecordingHead:
 def _run_micro_batches(
     backend: Backend, chunk: Chunk, head: Head, kind: str, *, backward: bool = False
 ) -> tuple[list[HeadOutput], int]:
-    """``backend.forward_backward`` over the micro-batches of a chunk.
+    """Run ``backend.forward_backward`` over the micro-batches of a chunk.
 
     Args:
         backend: the model.
-        chunk: the rows and how they are cut.
+        chunk: the rows and their division into micro-batches.
         head: as for ``forward_backward``.
         kind: ``TRAINING`` or ``LOGPROB``.
-        backward: gradients are left in the backend, and are clear before.
+        backward: leave gradients in the backend, which must have none before.
 
     Returns:
-        What the head returned, and the positions of the micro-batches.
+        The head's results, and the number of positions of the micro-batches.
 
     Raises:
-        MicroBatchMemoryError: a micro-batch has no room.
+        MicroBatchMemoryError: a micro-batch does not fit in memory.
     """
     inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
     recording = _RecordingHead(head, inputs)
@@ -172,23 +176,23 @@ def logprobs_of_batch(
     sampling: SamplingSettings,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of the tokens of a batch under the present weights.
+    """Compute log-probabilities of a batch's tokens under the present weights.
 
     Args:
         backend: the model.
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's
-            device; perhaps ``WANTED``.
-        batching: how rows become micro-batches.
-        sampling: how tokens are sampled, and so scored.
-        chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
+            device; optionally ``WANTED``.
+        batching: division of the rows into micro-batches.
+        sampling: how tokens are sampled, and therefore scored.
+        chunk_size: number of positions whose logits exist at a time; None for all positions of a micro-batch.
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
-        So is what is not wanted, unless the output layer cannot leave it out.
+        Tokens that are not in ``WANTED`` are 0 too, unless the output layer cannot skip them.
 
     Raises:
-        BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one
-            of them perhaps no rows.
+        BatchError: replicas whose passes share collectives have different numbers of micro-batches, or one of
+            them has no rows; raised on all ranks.
     """
     head = LogprobHead(backend.vocabulary, sampling, chunk_size)
     return _run_head(backend, data, batching, head, LOGPROBS)["logprobs"]
@@ -204,26 +208,26 @@ def topk_of_batch(
     vocabulary_size: int | None = None,
     chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The most likely tokens after each token of a batch under the present weights, in the pass of the
-    log-probabilities.
+    """Compute the most likely tokens after each token of a batch under the present weights, in the same pass
+    as the log-probabilities.
 
     Args:
         backend, data, batching, chunk_size: as for ``logprobs_of_batch``.
-        count: K, tokens a position; at most the vocabulary.
-        sampling: the temperature; it has to keep all tokens.
-        vocabulary_size: the model counts as one that has no tokens from this on, where its output layer has
-            more rows than that of whoever is to read them; None for all of its own.
+        count: K, tokens per position; at most the vocabulary.
+        sampling: the temperature; it must keep all tokens.
+        vocabulary_size: exclude tokens from this id on, for a reader whose output layer has fewer rows than
+            the model's; None for the model's whole vocabulary.
 
     Returns:
-        ``logprobs`` [B, S] as of ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest first:
-        logarithms of probabilities, which are logits whose exponentials add up to 1 over the vocabulary.
-        ``topk_indices`` [B, S, K] int64, their tokens, of equally likely ones the lower first. Entry i is of
-        the token that follows token i; where none does, 0; so is what is not wanted, unless the output layer
-        cannot leave it out.
+        ``logprobs`` [B, S] as from ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest
+        first: logarithms of probabilities, that is, logits whose exponentials sum to 1 over the vocabulary.
+        ``topk_indices`` [B, S, K] int64, their tokens; among equally likely tokens the lower comes first.
+        Entry i belongs to the token that follows token i, and is 0 if none follows. Entries of tokens that
+        are not in ``WANTED`` are 0 too, unless the output layer cannot skip them.
 
     Raises:
-        BatchError: as ``logprobs_of_batch``; ``count`` is not between 1 and the vocabulary.
-        ConfigError: sampling leaves tokens out.
+        BatchError: as for ``logprobs_of_batch``, or ``count`` is not between 1 and the vocabulary.
+        ConfigError: sampling excludes tokens.
     """
     size = min(backend.vocabulary.size, vocabulary_size or backend.vocabulary.size)
     if not 1 <= count <= size:
@@ -249,19 +253,19 @@ def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> Non
 
 
 def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching) -> torch.Tensor:
-    """Values of the tokens of a batch, from a model that scores, under the present weights.
+    """Compute the values of a batch's tokens under the present weights, with a value model.
 
     Args:
         backend: the model.
         data: as for ``logprobs_of_batch``.
-        batching: how rows become micro-batches.
+        batching: division of the rows into micro-batches.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``: entry i is what the model says at
+        [B, S] float32 on every pipeline stage, in the order of ``data``. Entry i is the model's value at
         token i; padding is exactly 0.
 
     Raises:
-        BatchError: as ``logprobs_of_batch``.
+        BatchError: as for ``logprobs_of_batch``.
     """
     return _run_head(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
@@ -321,24 +325,24 @@ def train_on_batch(
     limit: SkipLimit | None,
     chunk_size: int | None = None,
 ) -> TrainResult:
-    """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a
-    ``limit``.
+    """Take one optimizer step for each global batch in ``data``; without a ``limit``, evaluate only and
+    change nothing.
 
-    No step follows a global batch whose loss or gradient is not finite on any rank: weights, optimizer and
-    schedule stay as they are.
+    If the loss or gradient of a global batch is not finite on any rank, no step follows it: weights,
+    optimizer and schedule stay unchanged.
 
     Args:
         backend: the model.
         data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
-        loss_fn: a ``LossFunction``; what it returns adds up over micro-batches and ranks.
-        batching: this rank's part of each global batch, and how its rows become micro-batches.
-        sampling: how tokens are sampled, and so scored.
-        chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
-        limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many
-            may be skipped.
+        loss_fn: a ``LossFunction``, whose results are summed over micro-batches and ranks.
+        batching: division of this rank's rows into global batches and micro-batches.
+        sampling: how tokens are sampled, and therefore scored.
+        chunk_size: number of positions whose logits exist at a time; None for all positions of a micro-batch.
+        limit: the maximum number of skipped steps. With it, optimizer steps are taken, and the schedule
+            advances once at the end if there was a step.
 
     Raises:
-        NonFiniteError: on all ranks, as ``limit`` says.
+        NonFiniteError: ``limit`` is exceeded; raised on all ranks.
     """
     update = limit is not None
     losses: list[float] = []
@@ -398,8 +402,8 @@ def train_on_batch(
 
 
 def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutcome, bool]:
-    """An optimizer step where loss and gradient are finite on all ranks; whether they are, but for an
-    overflow of float16's scaling."""
+    """Take an optimizer step if loss and gradient are finite on all ranks. Return its outcome, and whether
+    the batch is finite; an overflow of float16's loss scaling counts as finite if the loss is."""
     loss_is_finite = math.isfinite(loss)
     # A collective inside the step: the norm is known only there, and all ranks must step or none.
     outcome = backend.apply_gradients(
@@ -411,7 +415,7 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
     """Outcome of one global batch: its loss, this rank's results and metrics by micro-batch, metrics of the
-    batch as a whole, and the positions of this rank's micro-batches."""
+    batch as a whole, and the number of positions in this rank's micro-batches."""
 
     loss: float
     outputs: Sequence[HeadOutput]
@@ -427,7 +431,7 @@ def _global_batch(
     reads: LogprobHead | ValueHead,
     update: bool,
 ) -> _GlobalBatch:
-    """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
+    """Run forward, and with ``update`` backward, over one global batch; gradients are left in the backend."""
     # Before any pass: a micro-batch's share of the loss is divided by counts of the whole global batch.
     normalizers = global_normalizers(chunk.data, backend.groups)
     head: Head = (
@@ -460,7 +464,8 @@ def _global_batch(
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:
-    """Numbers and tensors of one element as floats; the host waits once for all tensors that a device has."""
+    """Convert numbers and one-element tensors to floats. The host waits only once for all tensors of a
+    device."""
     # By dtype too, because torch.stack promotes, and int64 with float32 would lose digits before .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, value in enumerate(values):
@@ -484,8 +489,8 @@ def as_floats(values: Sequence[Any]) -> list[float]:
 def _averaged_over_batches(
     metrics: Mapping[str, list[float]], loss_fn: Any, count: int
 ) -> dict[str, list[float]]:
-    """Metrics that are sums over a global batch become shares of their mean over the ``count`` global
-    batches."""
+    """Divide metrics that are sums over a global batch by ``count``, the number of global batches, so that
+    their sum is a mean over global batches."""
     declared = getattr(loss_fn, "metric_reductions", {})
     return {
         name: [value / count for value in values]

@@ -1,10 +1,10 @@
-"""The k most likely tokens of each position, by logits that are split over the vocabulary.
+"""The k most likely tokens of each position, from logits that are sharded over the vocabulary.
 
-Each rank finds the k largest of its own columns; these are gathered over the tensor-parallel group, and the k
-largest of them are those of the vocabulary. Of equal logits the lower token id comes first, so that the
-choice depends neither on the layout nor on how a device sorts.
+Each rank finds the k largest logits of its own columns. These are gathered over the tensor-parallel group,
+and the k largest of them are the k largest of the vocabulary. Among equal logits the lower token id comes
+first, so that the choice depends neither on the layout nor on how a device sorts.
 
-Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are no padding, R
+Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are not padding, R
 tensor-parallel ranks.
 """
 
@@ -21,15 +21,15 @@ _IDS = 2**32 - 1
 
 
 def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
-    """[T, count] int64: the vocabulary indices of the largest logits, the largest first; of equal ones the
-    lower index first.
+    """Return the vocabulary indices of the largest logits, [T, count] int64, the largest first; among equal
+    logits the lower index comes first.
 
-    Padding columns are never among them. Where a logit is not a number, neither is any log-probability, and
-    the tokens are any.
+    Padding columns are never returned. If a position has a NaN logit, all its log-probabilities are NaN and
+    its tokens are arbitrary.
 
     Args:
         logits: [T, V] this rank's columns, any floating dtype.
-        shard: which columns these are.
+        shard: the vocabulary range of these columns.
         count: at most ``shard.size``.
     """
     # A float32 and a token id fit into one int64, so one topk sorts by both.
@@ -41,8 +41,8 @@ def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> 
 
 
 def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> torch.Tensor:
-    """[T, count] int64: keys of the largest of the own columns, in whose order a larger logit, and of equal
-    ones a lower index, is more."""
+    """Return keys of the largest of the rank's own columns, [T, count] int64. A larger logit has a larger
+    key; among equal logits, a lower index does."""
     own = shard.own(logits.shape[1])
     here = min(count, own)
     keys = torch.full((len(logits), count), _NO_COLUMN, dtype=torch.int64, device=logits.device)
@@ -62,8 +62,8 @@ def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> t
 def _largest_pairs(
     logits: torch.Tensor, shard: VocabularyShard, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, count] values and indices of the largest of the own columns, of float64, whose bits leave a key no
-    room for the index."""
+    """Return values and indices of the largest of the rank's own columns, [T, count] each, for float64
+    logits, whose bits leave no room for the index in a key."""
     own = shard.own(logits.shape[1])
     values = logits.new_full((len(logits), count), -torch.inf)
     tokens = torch.full_like(values, shard.size, dtype=torch.int64)
@@ -74,8 +74,8 @@ def _largest_pairs(
 
 
 def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``count`` pairs of each row, in the order of falling values, and rising indices of equal
-    values."""
+    """Return the first ``count`` pairs of each row, sorted by falling values and, among equal values, by
+    rising indices."""
     # Two stable sorts, the minor key first: torch's topk promises no order among equal values.
     by_token = tokens.argsort(dim=1, stable=True)
     values, tokens = values.gather(1, by_token), tokens.gather(1, by_token)
@@ -84,7 +84,7 @@ def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tupl
 
 
 def _gathered(candidates: torch.Tensor, shard: VocabularyShard) -> torch.Tensor:
-    """[T, R x count] from the [T, count] of each rank."""
+    """Gather the candidates [T, count] of all ranks into [T, R x count]."""
     if shard.ranks == 1 or not candidates.numel():
         return candidates
     found = torch.empty(shard.ranks, *candidates.shape, dtype=candidates.dtype, device=candidates.device)

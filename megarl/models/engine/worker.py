@@ -1,9 +1,9 @@
 """The worker that all backends share: the NeMo-RL policy API's methods, written once over the engine's
 ``Backend``.
 
-A concrete worker says how its backend is built. What a caller of the NeMo-RL policy API sees stands in the
-parts that a worker is made of: passes over a batch (``passing``), refits (``sending``, ``receiving``), files
-(``saving``), where the state is (``worker_state``), and the small methods here.
+A concrete worker defines how its backend is built. The methods that a caller of the NeMo-RL policy API uses
+are in the worker's base classes: passes over a batch (``passing``), refits (``sending``, ``receiving``),
+files (``saving``), placement of the state (``worker_state``). The small methods are here.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from megarl.weight_sync.session import WeightSender
 
 
 class StepTrace:
-    """A recording that begins at once. There is one in a process at a time.
+    """A torch profiler recording that begins at once. A process has at most one at a time.
 
     Args:
-        device: of the rank; on a CUDA device its kernels are recorded too.
+        device: the rank's device; on a CUDA device its kernels are recorded too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,8 +53,8 @@ class StepTrace:
         self._profile.start()
 
     def stop(self, path: Path) -> str:
-        """End it and write it, in the trace format of Chrome, which ``chrome://tracing`` and ui.perfetto.dev
-        open; the path.
+        """Stop the recording, write it in Chrome's trace format, which ``chrome://tracing`` and
+        ui.perfetto.dev open, and return the path.
 
         Raises:
             StateError: the file cannot be written.
@@ -75,8 +75,8 @@ NOISE = 0.01
 
 
 def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:
-    """The device of this process, active, with the default process group joined and all random-number
-    generators seeded.
+    """Activate the device of this process, join the default process group, and seed all random-number
+    generators. Return the device's runtime.
 
     Args:
         seed: of Python, numpy and torch.
@@ -98,29 +98,29 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
 
 class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, ABC):
     """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass
-    makes.
+    builds.
 
     Its methods are in four more files: training and log-probabilities in ``passing.py``, the two halves of a
     refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``.
 
     Args:
         config: the checked policy configuration; absent optional keys are filled in.
-        tokenizer: of the model; goes into exported checkpoints and finds stop strings.
+        tokenizer: the model's tokenizer; exported checkpoints contain it, and stop strings are found with it.
         weights_path: checkpoint to start from instead of ``model_name``'s weights.
         optimizer_path: optimizer checkpoint to continue from.
-        init_optimizer: False for a model that is only read.
+        init_optimizer: False for a model that is not trained.
         init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
-        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, the groups are the
-            backend's own.
-        pre_init_communication_queue: accepted for it and not needed: every rank reads its own part of the
-            weights.
+        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, but the backend creates
+            its own groups.
+        pre_init_communication_queue: accepted for the same API, but not needed: every rank reads its own part
+            of the weights.
         seed: for random-number generators.
-        collective_timeout_s: bound of every collective of this process, seconds; None leaves each group its
-            own.
+        collective_timeout_s: timeout of every collective of this process, in seconds; None keeps each group's
+            own timeout.
         check_collectives: compare every collective over its ranks before it begins; slow.
 
     Raises:
-        ConversionError, ModelError: the model cannot be carried over, or its config and weights do not fit
+        ConversionError, ModelError: the model cannot be converted, or its config and weights do not fit
             together.
         ConfigError: the precision, the optimizer, the schedule or the parallel plan is not possible.
         CheckpointError: a checkpoint is missing or belongs to another model.
@@ -197,7 +197,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> Backend:
-        """The divided model with its optimizer, on a filled-in configuration."""
+        """Build the sharded model with its optimizer from a filled-in configuration."""
 
     def __repr__(self) -> str:
         return (
@@ -207,19 +207,19 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
     # small methods of the NeMo-RL policy API
 
     def is_alive(self) -> bool:
-        """True, from any worker that still answers."""
+        """Return True, which any worker does that still responds."""
         return True
 
     def reset_peak_memory_stats(self) -> None:
-        """Reset the peak memory figures."""
+        """Reset the peak memory statistics."""
         self.runtime.reset_peak_memory()
 
     def measure_peak_flops(self) -> float:
-        """FLOP/s of a large matrix product on this worker's device, at the policy's precision."""
+        """Measure the FLOP/s of a large matrix product on this worker's device, at the policy's precision."""
         return measured_rate(self.runtime.device, self.cfg["precision"])
 
     def report_device_id(self) -> str:
-        """Return what tells this worker's device from every other one (``GPU-<uuid>``; on a CPU the worker's
+        """Return a unique identifier of this worker's device (``GPU-<uuid>``; on a CPU, of the worker's
         process)."""
         return self.runtime.identity()
 
@@ -232,11 +232,12 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self.runtime.profiler_stop()
 
     def start_torch_profiling(self, ranks: Sequence[int]) -> None:
-        """Record with torch's profiler, on these ranks alone."""
+        """Start a recording with torch's profiler, on the given ranks only."""
         self._trace = StepTrace(self.runtime.device) if dist.get_rank() in ranks else None
 
     def stop_torch_profiling(self, stem: Path) -> str | None:
-        """End the recording, if this rank has one, and write it to ``<stem>_rank<N>.json``; where it is."""
+        """Stop this rank's recording, write it to ``<stem>_rank<N>.json`` and return the path; None if there
+        is no recording."""
         trace, self._trace = self._trace, None
         path = stem.with_name(f"{stem.name}_rank{dist.get_rank()}.json")
         return None if trace is None else trace.stop(path)

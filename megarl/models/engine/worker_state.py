@@ -1,5 +1,5 @@
-"""The state that the parts of a worker share: where parameters, gradients and optimizer state are, and what
-is refused while they are elsewhere or not the policy's."""
+"""The state that the parts of a worker share: where parameters, gradients and optimizer state are, and which
+calls are refused while these are elsewhere or are not the policy's."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _OF_LANGUAGE_MODELS = frozenset(
 
 
 class WorkerState:
-    """The state of a worker, and the methods that move it.
+    """The state of a worker, and the methods that change it.
 
     Attributes:
         cfg: the checked policy configuration, filled in.
-        tokenizer: of the model; None where nobody needs texts.
-        backend: the divided model.
+        tokenizer: the model's tokenizer; None if no texts are needed.
+        backend: the sharded model.
         runtime: the device.
         offload_states: where parameters, gradients and optimizer state are.
         scores: the model scores responses and has no output layer over tokens.
@@ -58,38 +58,38 @@ class WorkerState:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Return how tokens are sampled: the same in training, log-probabilities and generation."""
+        """Settings of how tokens are sampled, equal in training, log-probabilities and generation."""
         return SamplingSettings.of(self.cfg["generation"])
 
     def _generation(self, sampling: Sampling | None) -> GenerationConfig:
-        """Return the generation section, with tokens sampled as ``sampling`` says."""
+        """Return the generation section, with the sampling settings of ``sampling``."""
         return cast(GenerationConfig, {**generation_of(self.cfg), **(sampling or {})})
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Everything on the device, training behaviour."""
+        """Move everything to the device, and switch to training mode."""
         moved = self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
         self.backend.set_training(True)
         if moved:
             self.runtime.empty_cache()
 
     def prepare_for_lp_inference(self) -> None:
-        """Parameters on the device, evaluation behaviour; with ``policy.offload_optimizer_for_logprob``
-        gradients and optimizer state leave."""
+        """Move parameters to the device, and switch to evaluation mode. With
+        ``policy.offload_optimizer_for_logprob``, gradients and optimizer state are offloaded."""
         stays = not self.cfg["offload_optimizer_for_logprob"]
         self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference", stays=stays)
         self.backend.set_training(False)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Parameters on the device, evaluation behaviour."""
+        """Move parameters to the device, and switch to evaluation mode."""
         self.prepare_for_lp_inference()
 
     def offload_before_refit(self) -> None:
-        """Gradients and optimizer state to host memory."""
+        """Offload gradients and optimizer state to host memory."""
         self.offload_states.enter(OffloadState.INFERENCE, "offload_before_refit")
         self.runtime.empty_cache()
 
     def offload_after_refit(self) -> None:
-        """Parameters to host memory as well."""
+        """Offload parameters to host memory as well."""
         self.offload_states.enter(OffloadState.OFFLOADED, "offload_after_refit")
         self.backend.set_training(False)
         self.runtime.empty_cache()
@@ -119,7 +119,8 @@ class WorkerState:
         self.offload_states.require("parameters", method, remedy)
 
     def _refuse_reference(self, method: str) -> None:
-        """Refuse what would mix the reference policy's weights with the policy's own."""
+        """Raise if the reference policy's weights are swapped in, which ``method`` would take for the
+        policy's own."""
         if self._reference_is_in:
             raise StateError(
                 f"{method}() inside use_reference_model() would take the reference policy for the policy; "
@@ -127,7 +128,7 @@ class WorkerState:
             )
 
     def _refuse_unfinished_load(self, method: str) -> None:
-        """Refuse what would take a mixture of two checkpoints for the policy."""
+        """Raise if a load has failed, so that the weights may be a mixture of two checkpoints."""
         if self._unfinished_load is not None:
             raise StateError(
                 f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights "
@@ -140,5 +141,5 @@ class WorkerState:
         require_finite(self.backend.parameters(), self.runtime.device, consequence, kind)
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Rank, device, memory figures (MiB), and one parameter as a sample."""
+        """Return rank, device, memory statistics (MiB), and one parameter as a sample."""
         return self.runtime.facts(self.backend.parameters())

@@ -289,8 +289,8 @@ class HuggingFaceBackend(ABC):
                 saved_schedule(self.policy, self.scheduler),
             )
             if self.loss_scale.dynamic:
-                # In the first group, because torch's format of optimizer state has no place of its own for
-                # it.
+                # Store the loss scale in the first parameter group: torch's format of optimizer state has
+                # no field for it.
                 state["param_groups"][0].update(
                     zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True)
                 )

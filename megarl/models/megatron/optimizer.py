@@ -322,8 +322,8 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
-            # The Adam multiplies while it reads: scaling 16-bit gradients in place would round them once
-            # more.
+            # Let Adam multiply by the clip factor as it reads the gradients: scaling 16-bit gradients in
+            # place would round them once more.
             adam.gradient_factor = min(1.0, max_norm / (total_norm + _CLIPPED))
 
     with patched(

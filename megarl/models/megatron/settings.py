@@ -155,7 +155,7 @@ def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[st
         "moe_router_dtype": megatron["moe_router_dtype"] or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Megatron-Core's own is Transformer Engine's; ours is chosen by ``grouped_experts``
+        # Megatron-Core's grouped product needs Transformer Engine; ours is enabled by ``grouped_experts``.
         "moe_grouped_gemm": fused and _groups_experts(megatron),
     }
 

@@ -200,6 +200,7 @@ class _Interpreter:
     def _try(self, node: ast.Try) -> None:
         try:
             self.execute(node.body)
+        # A _Jump passes through: break, continue and return are no errors.
         except (RaisedError, *_OF_PYTHON) as error:
             kinds = error.kinds if isinstance(error, RaisedError) else _names_of(type(error))
             for handler in node.handlers:
@@ -267,6 +268,7 @@ class _Interpreter:
         name = node.id
         if name in self._names:
             return self._names[name]
+        # Before Python's own: where a statement tests a function called sorted, the program's is meant.
         if name in self._tested:
             return self._program.name(name)
         for table in (FUNCTIONS, ALWAYS_OURS, EXCEPTIONS, MODULES):

@@ -246,6 +246,7 @@ def _checked(statement: str) -> str:
                     "it needs pytest: of that, 'with pytest.raises(KIND)' by the names of errors and '== "
                     "pytest.approx(NUMBER)' are understood"
                 )
+            # Of the first part alone: find_spec imports the packages above a name with dots.
             if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
                 raise ValueError(f"it imports {name}, which is not there")
     if reason_against(statement) is None:

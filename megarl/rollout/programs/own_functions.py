@@ -83,6 +83,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "collections": {"Counter": collections.Counter, "deque": collections.deque},
     "decimal": {"Decimal": Decimal},
     "fractions": {"Fraction": Fraction},
+    # Its names stand in annotations alone, which are not evaluated: any of them may be imported.
     "typing": {},
     "__future__": {"annotations": None},
 }
@@ -112,6 +113,7 @@ def refuse_growth(kind: type, left: Any, right: Any) -> None:
     Raises:
         MemoryError: it may.
     """
+    # "%999999999d" % 1 is a short text with a long result.
     if kind is ast.Mod and isinstance(left, str | bytes):
         raise MemoryError("the width of a format is not known")
     if kind not in (ast.Pow, ast.LShift, ast.Mult):

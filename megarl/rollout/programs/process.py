@@ -180,6 +180,7 @@ def running(
     # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal
     # programs
     # write equal sets
+    # One thread of OpenMP, since threads of a library count as the program's own.
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with contextlib.ExitStack() as stack:
         refusal, status = stack.enter_context(file_of()), stack.enter_context(file_of())
@@ -270,9 +271,11 @@ def _stand_by(child: int, limits: Limits) -> None:
     os.closerange(0, 1 << 16)
     try:
         code = _watch(child, limits)
+    # Whatever the supervisor itself meets: the program must not outlive it.
     except BaseException:
         code = STOPPED
     _kill_descendants()
+    # No sys.exit: this is a fork of the run's process, whose handlers at exit are not its own.
     os._exit(code)
 
 

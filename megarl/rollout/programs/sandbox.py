@@ -69,6 +69,7 @@ _WRITABLE = (WORK, "/dev/shm")
 
 _OLD = "/.old"
 _STORE = "/.store"
+# An empty file takes memory of the kernel too, which the size of a tmpfs does not count.
 _STORE_FILES = 4096
 
 # of mount.h, sched.h, prctl.h and capability.h
@@ -294,6 +295,7 @@ def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
         # The mode of makedirs goes through the umask.
         os.chmod(_STORE + path, 0o1777)
         _mount(libc, _STORE + path, path, None, _BIND)
+    # The two binds keep the file system; the mount that they were made of would be a third way into it.
     _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
     os.rmdir(_STORE)
 
@@ -386,6 +388,7 @@ def with_bubblewrap(
         filter_file: file descriptor of the filter of system calls, see ``system_calls.filter_program``.
         status_file: file descriptor that takes what became of the command, as lines of JSON.
     """
+    # --as-pid-1, or bubblewrap would have a process of its own inside, which BUBBLEWRAPS_PROCESSES lacks.
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "program"]
     arguments += ["--seccomp", str(filter_file), "--json-status-fd", str(status_file)]

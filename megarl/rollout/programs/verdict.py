@@ -90,6 +90,7 @@ def _passes(code: str, test: Test, limits: Limits) -> bool | None:
     if test.function or test.statement:
         return _answers(task, test, limits)
     with file_of(json.dumps(task)) as source, file_of(test.given) as given, file_of() as written:
+        # Without descriptors no requests follow, and the program runs as __main__ (``inside``).
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits, given, written, (source.fileno(),)) as process:
             code_of_end = process.wait()

@@ -58,6 +58,7 @@ def _qwen3_coder(text: str) -> Found:
 
 def _llama3(text: str) -> Found:
     body = text.replace("<|python_tag|>", "").replace("<|eom_id|>", "").replace("<|eot_id|>", "").strip()
+    # A response may be an object of JSON without being a call.
     if not body.startswith("{") or '"name"' not in body:
         return
     for part in _objects(body):
