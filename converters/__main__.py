@@ -1,4 +1,4 @@
-"""``python -m converters``."""
+"""Entry point of ``python -m converters``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Checks, before anything is loaded, that weights and config belong together.
+"""Checks that weights and config belong together, before anything is loaded.
 
-A config is about as large as the checkpoint beside it; every parameter of the model is in the checkpoint, and
-every key of the checkpoint belongs to a parameter.
+The config must ask for about as many layers and experts as the checkpoint holds, every parameter of the model
+must be in the checkpoint, and every key of the checkpoint must belong to a parameter.
 """
 
 from __future__ import annotations
@@ -57,21 +57,22 @@ def check_source(
     compare_tied: bool = True,
     excused: Sequence[str] = (),
 ) -> None:
-    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes
-    (``check_headers``).
+    """Check that the checkpoint has every tensor that the architecture asks for, no others, and the right
+    shapes (``check_headers``).
 
-    A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because
-    transformers unties the two when they differ; and what prediction layers repeat of embedding and output
-    layer is compared with these. Only then are tensor data read, in pieces of 32 MiB.
+    A tied model may still store ``lm_head.weight``, which is then compared with the embedding, because
+    transformers unties the two when they differ. The copies of embedding and output layer in prediction
+    layers are compared with their originals. Tensor data are read only for these comparisons, in pieces of 32
+    MiB.
 
     Args:
         source: the checkpoint.
-        architecture: from its config.
-        compare_tied: False leaves that comparison out.
+        architecture: the architecture that its config describes.
+        compare_tied: False skips the comparison of repeated tensors.
         excused: patterns (``*`` and ``?``) of tensors that may be missing, or that nothing asks for.
 
     Raises:
-        ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
+        ConversionError: lists every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
     check_headers(source, architecture, excused)
     problems = []
@@ -92,8 +93,8 @@ def check_source(
 
 
 def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
-    """``check_source`` without comparing tensors that should say the same. Reads headers only, without
-    torch."""
+    """Check names, shapes and dtypes like ``check_source``, without comparing repeated tensors. This reads
+    headers only and does not import torch."""
     source.check_files()
     # names of the stored tensors that hold tensors of the architecture
     accounted: set[str] = set()
@@ -158,8 +159,8 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
 
 
 def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str, str] | None:
-    """Return what stands in the stored names that does not belong there and who puts it there; None where
-    nothing explains them.
+    """Return the prefix or part by which the stored names differ from the expected ones, and the wrapper that
+    causes the difference; None if no wrapper explains it.
 
     Args:
         stored: names of the tensors of a checkpoint.
@@ -183,8 +184,8 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 
 
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
-    """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of
-    an expected name."""
+    """Yield the words to try removing from the names: first those of known wrappers, then any prefix of an
+    expected name."""
     # ``model`` is a part of most expected names; it counts as a wrapper only in front of them, below.
     yield from ((word,) for word in _WRAPPERS if word != "model")
     fronts = set[str]()
@@ -194,15 +195,16 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
 
 
 def _without(name: str, words: tuple[str, ...]) -> str:
-    """Return a name without the words, in front of it or, for a single word, wherever it stands."""
+    """Return a name without the words. A single word is removed wherever it is; several words are removed as
+    a prefix."""
     if len(words) == 1:
         return ".".join(part for part in name.split(".") if part != words[0])
     return name.removeprefix(".".join(words) + ".")
 
 
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
-    """Return names of tensors that a checkpoint may have beside those of the architecture, with the names of
-    those that they repeat."""
+    """Return the names of tensors that a checkpoint may store in addition to those of the architecture, with
+    the names of the tensors that they repeat."""
     embedding = hf_tensors(architecture)[0].name
     return ({_HEAD: embedding} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
@@ -210,9 +212,9 @@ def repeated_tensors(architecture: Architecture) -> dict[str, str]:
 def stored_twice(
     source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return names of tensors that say what another tensor says, with the name of that one: the stored output
-    layer of a tied model, embedding and output layer of prediction layers. One that says something else is
-    not among them; only what is ``excused`` may."""
+    """Return the names of stored tensors that repeat another tensor, with the name of that other tensor: the
+    output layer of a tied model, and embedding and output layer of prediction layers. An ``excused`` tensor
+    is included only if it equals its original."""
     return {
         name: original
         for name, original in repeated_tensors(architecture).items()
@@ -249,10 +251,10 @@ _IGNORED_KEYS = ("rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
-    """Return the parameters that are there, and the excused keys that nothing asks for.
+    """Return the rules of the parameters that the checkpoint has, and the excused keys that no rule asks for.
 
     Raises:
-        ConversionError: with every key that is missing, unknown or of another shape, and not excused.
+        ConversionError: lists every key that is missing, unknown or of another shape, and not excused.
     """
     rules, asked, problems = [], set(), []
     for rule in all_rules(model.architecture):
@@ -290,16 +292,16 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
 def check_plausible(
     architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool
 ) -> None:
-    """Refuse a config of more layers or experts than the stored tensors can hold.
+    """Refuse a config with more layers or experts than the stored tensors can hold.
 
-    A layer is a tensor of its own, or a place along the first axis of one where layers may be stacked; an
-    expert is a tensor of its own, or a place along an axis of a tensor of layers.
+    A layer is a separate tensor, or an index along the first axis of a tensor that stacks layers. An expert
+    is a separate tensor, or an index along an axis of a layer's tensor.
 
     Args:
         architecture: from the config.
-        shapes: of all stored tensors, by name.
-        what: to call the checkpoint by.
-        stacked: layers may be stacked.
+        shapes: shapes of all stored tensors, by name.
+        what: name of the checkpoint in the error.
+        stacked: whether layers may be stacked.
 
     Raises:
         ConversionError: there are too few tensors.

@@ -1,4 +1,4 @@
-"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and what they say as text
+"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and their output as text
 and as ``--json``."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EPILOG = (
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command, or its arguments added to ``parser``."""
+    """Return the command's parser: ``parser`` with the arguments added, or a new one."""
     parser = parser or argparse.ArgumentParser(
         prog="python -m converters", description="Convert checkpoints."
     )
@@ -90,7 +90,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
 
 
 def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the two ways between the formats."""
+    """Add the ``import`` and ``export`` sub-commands."""
     into = add("import", help="Hugging Face safetensors -> torch_dist of Megatron-Core")
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
@@ -128,7 +128,7 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_shared(name: str, command: argparse.ArgumentParser) -> None:
-    """Add what several actions take."""
+    """Add the arguments that several actions share to the action ``name``."""
     if name in ("import", "export", "plan"):
         command.add_argument(
             "--dtype",
@@ -206,10 +206,10 @@ def _add_missing(command: argparse.ArgumentParser) -> None:
 
 
 def read_size(text: str) -> int:
-    """Bytes: ``5000000``, ``5GB``, ``2GiB``, ``512M``.
+    """Parse a size such as ``5000000``, ``5GB``, ``2GiB`` or ``512M``, and return its bytes.
 
     Raises:
-        argparse.ArgumentTypeError: it is no size.
+        argparse.ArgumentTypeError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), flags=re.IGNORECASE)
     if match is None or float(match.group(1)) <= 0:
@@ -220,10 +220,10 @@ def read_size(text: str) -> int:
 
 
 def read_part(text: str) -> tuple[int, int]:
-    """``2/8``: the second of eight parts.
+    """Parse a part of the work: ``2/8`` is the second of eight parts.
 
     Raises:
-        argparse.ArgumentTypeError: it is no part.
+        argparse.ArgumentTypeError: the text is not a part.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)):
@@ -232,12 +232,13 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
-    """Run the parsed command. Returns its exit code.
+    """Run the parsed command, and return its exit code.
 
     Args:
-        arguments: of ``build_parser``.
-        megatron: where there are Megatron-Core workers, what gives a function of theirs to the self-test,
-            from the files of the user's families (``ComputeLogprobs``).
+        arguments: arguments parsed by ``build_parser``.
+        megatron: context manager that gives the self-test a function of the Megatron-Core workers
+            (``ComputeLogprobs``), called with the files of user-defined families; None if there are no
+            workers.
 
     Raises:
         ConversionError: see the exit codes.
@@ -268,11 +269,11 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
 
 
 def quiet_without_reader(command: Callable[[], int]) -> int:
-    """Return the exit code of a command, which ends without a traceback when the reader of its output is
-    gone, as in ``| head``.
+    """Run a command and return its exit code, without a traceback if the reader of its output is gone, as in
+    ``| head``.
 
-    A command that had finished keeps its exit code; one that had not gets that of a program which SIGPIPE
-    ends.
+    A command that had finished keeps its exit code. One that was interrupted returns the exit code of a
+    program killed by SIGPIPE.
     """
     code = 128 + signal.SIGPIPE
     try:
@@ -298,8 +299,8 @@ def _flush_output() -> None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Return whether a stream goes into a pipe that nobody reads; a broken pipe to a worker is another
-    matter."""
+    """Return whether a stream writes into a pipe whose reader is gone. This tells a broken output from a
+    broken pipe to a worker."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     # The writing end of a pipe reports POLLERR once the reader is gone.
@@ -307,7 +308,7 @@ def _is_unread(stream: TextIO) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m converters``. Returns the exit code."""
+    """Run ``python -m converters``, and return its exit code."""
     return quiet_without_reader(lambda: _main(build_parser().parse_args(argv)))
 
 
@@ -323,13 +324,14 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def interrupted_text(error: KeyboardInterrupt) -> str:
-    """Return the message of an interrupted command, with what it left behind."""
+    """Return the message of an interrupted command, which names what it left behind."""
     return "; ".join(["interrupted", *getattr(error, "__notes__", ["nothing was being written"])])
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM interrupt as Ctrl-C does, so that locks are released and what is left is said."""
+    """Let SIGTERM interrupt the command as Ctrl-C does, so that locks are released and leftover files are
+    reported."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -528,7 +530,7 @@ def _families(_: argparse.Namespace) -> Answer:
 
 
 def _require_signed(arguments: argparse.Namespace) -> None:
-    """Hold the Megatron checkpoints that a command reads against the key that it was given."""
+    """Refuse a Megatron checkpoint that is not signed by the key given with ``--signing-key``."""
     if getattr(arguments, "signing_key", None) is None:
         return
     from converters.files.signature import read_key, require_signed
@@ -579,7 +581,7 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
 
 
 def add_opening_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags to a command that reads Megatron checkpoints."""
+    """Add the flags of ``OpeningOptions`` to a command that reads Megatron checkpoints."""
     group = command.add_argument_group("what a Megatron checkpoint does not say itself")
     group.add_argument(
         "--hf-config",
@@ -622,7 +624,7 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
 
 
 def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
-    """Return the options that the flags say."""
+    """Return the opening options that the flags set."""
     return OpeningOptions(
         hf_directory=arguments.hf_config,
         tokenizer=arguments.tokenizer,
@@ -636,10 +638,10 @@ def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
 
 
 def read_token_ids(text: str) -> tuple[int, ...]:
-    """``2``, ``151643,151645`` or ``none``.
+    """Parse token ids such as ``2``, ``151643,151645`` or ``none``.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text is neither token ids nor ``none``.
     """
     if text == "none":
         return ()

@@ -1,5 +1,4 @@
-"""Two stored models compared tensor by tensor, bit for bit, in bounded memory; whichever formats they
-have."""
+"""Comparison of two stored models of any format, tensor by tensor and bit for bit, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which two models differ.
+    """One difference between two models.
 
     Attributes:
-        kind: ``config``, ``file``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding``, ``object`` or
-            ``hash``.
-        name: of the config field, the file, the tensor or the object.
-        text: both sides, for people.
+        kind: ``config``, ``file``, ``keys``, ``missing``, ``shape``, ``dtype``, ``values``, ``not finite``,
+            ``padding``, ``object`` or ``hash``.
+        name: name of the config field, the file, the tensor or the object.
+        text: description of both sides.
     """
 
     kind: str
@@ -50,7 +49,7 @@ class Difference:
 
 
 def config_differences(one: Architecture, other: Architecture) -> Iterator[Difference]:
-    """Yield fields of the architectures that are not equal."""
+    """Yield the fields in which the architectures differ."""
     for field in fields(one):
         left, right = getattr(one, field.name), getattr(other, field.name)
         if left != right:
@@ -61,11 +60,11 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield keys of two ``config.json`` that no architecture has and that are not equal: dtype, special
+    """Yield the keys in which two ``config.json`` differ and which no architecture covers: dtype, special
     tokens, labels, text generation.
 
-    A key that one leaves out has the default of the config's class in transformers. One without a dtype has
-    that of its weights.
+    A missing key has the default of the config's class in transformers. A config without a dtype has the
+    dtype of its weights.
     """
     # transformers takes settings of text generation out of a config
     sides = [{**with_defaults(config), **config} for config in (one, other)]
@@ -89,8 +88,8 @@ def _plain(value: Any) -> Any:
 
 
 def file_differences(one: Path, other: Path) -> Iterator[Difference]:
-    """Yield files beside the weights of two models that change what a model is told or says, and are not
-    equal; ``config.json`` is compared by its keys, other JSON files by what they hold."""
+    """Yield the files next to the weights that affect a model's input or output, and differ. JSON files are
+    compared by their content. ``config.json`` is left out, since its keys are compared elsewhere."""
     left, right = file_hashes(one), file_hashes(other)
     for name in sorted(filter(speaks, {*left, *right} - {"config.json"})):
         if name not in left or name not in right:
@@ -111,11 +110,11 @@ def _hold_the_same(one: Path, other: Path) -> bool:
 
 
 NOT_FINITE = "not finite"
-"""Kind of what is wrong with a tensor that is equal on both sides and that no model works with."""
+"""Kind of a tensor that is equal on both sides but holds NaN or infinity."""
 
 
 def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Yield tensors that are not equal: those that only one has, and those of another shape, dtype or
+    """Yield the tensors that differ: those that only one model has, and those of different shape, dtype or
     content.
 
     Args:
@@ -134,14 +133,14 @@ def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) 
 
 
 class _Elements:
-    """Elements of a tensor, of which ranges of rows come one after another: how many, and where the first
-    is."""
+    """Count of chosen elements of a tensor, and the position of the first one. The tensor's row ranges are
+    added in order."""
 
     def __init__(self, tensor: HuggingFaceTensor) -> None:
         self.count, self._first, self._total = 0, [0], torch.Size(tensor.shape).numel()
 
     def add(self, start: int, chosen: Tensor) -> None:
-        """Count those of the rows from ``start`` on where ``chosen`` is true."""
+        """Count the elements for which ``chosen`` is true, in the rows from ``start`` on."""
         places = chosen.nonzero()
         if not self.count and len(places):
             self._first = [start + int(places[0][0]), *places[0][1:].tolist()]
@@ -179,15 +178,15 @@ def _content_differences(
 
 
 def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
-    """Return what is no tensor in a checkpoint that a conversion made: an import leaves empty states of
-    modules alone."""
+    """Yield the objects of a converted checkpoint that hold a state: an import writes only empty module
+    states."""
     for key in stored.objects:
         if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
             yield Difference("object", key, "it holds a state, and a conversion leaves none")
 
 
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
-    """Yield rows behind the vocabulary that are not zero."""
+    """Yield parameters whose rows beyond the vocabulary are not zero."""
     for rule in all_rules(model.architecture):
         if rule.kind is not Kind.VOCAB or not model.has(rule):
             continue
@@ -201,8 +200,8 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
 
 
 def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Yield tensors that are not what the manifest says, where there is one, or not finite; one that is
-    excused may be missing. Reads every tensor, and so finds what cannot be read."""
+    """Yield tensors that differ from the manifest, if there is one, or are not finite. An excused tensor may
+    be missing. Every tensor is read, so that unreadable data are found."""
     model, known = opened.model, None if opened.manifest is None else opened.manifest.tensors
     for name in dict.fromkeys((*opened.tensors, *(known or ()))):
         tensor, record = opened.tensors.get(name), None if known is None else known.get(name)

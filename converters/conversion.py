@@ -1,5 +1,4 @@
-"""Parts that both directions of a conversion share: pieces of work that can be resumed, and what becomes of
-the last one."""
+"""Code that imports and exports share: resumable pieces of work, and the steps that complete a conversion."""
 
 from __future__ import annotations
 
@@ -50,15 +49,15 @@ from converters.model_config.architecture import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a conversion, in either direction.
+    """Plan of an import or an export.
 
     Attributes:
         model: the source.
-        dtypes: of each Hugging Face tensor, as it will be kept.
-        left_out: names of the source without a counterpart that were excused.
-        missing: Hugging Face tensors that the source does not have, and is excused for.
-        adapter: that is merged into the tensors of ``model``.
-        dtype_asked: of all tensors; None keeps every tensor's own.
+        dtypes: dtype in which each Hugging Face tensor will be kept.
+        left_out: excused names of the source that have no counterpart.
+        missing: excused Hugging Face tensors that the source does not have.
+        adapter: adapter that is merged into the tensors of ``model``.
+        dtype_asked: dtype requested for all tensors; None keeps the dtype of each tensor.
     """
 
     model: LogicalModel
@@ -75,14 +74,14 @@ class Plan:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Return what the conversion will say of itself that follows from the plan."""
+        """Notes about the conversion that follow from the plan."""
         return {} if self.adapter is None else self.adapter.notes()
 
     def fingerprint_with(
         self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any
     ) -> dict[str, str]:
-        """Return what changes with the bytes that will be written, by the name of what decides about them;
-        options by their flags."""
+        """Return fingerprints of everything that determines the written bytes, by the name of what determines
+        them. Options are named by their flags."""
         facts = {
             WEIGHTS: weights,
             "config.json": config,
@@ -98,15 +97,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a Hugging Face tensor from ``start`` on, and where in a chunk they are: all of it, a range of
-    rows, or a place."""
+    """Rows of a Hugging Face tensor from ``start`` on, and their position in a chunk: the whole chunk, a
+    range of its rows, or a tensor location."""
 
     part: HuggingFaceTensor
     start: int
     place: slice | TensorLocation | None = None
 
     def of(self, chunk: Tensor) -> Tensor:
-        """Return the view of the chunk that they are."""
+        """Return the view of the chunk that holds these rows."""
         if isinstance(self.place, TensorLocation):
             return rows_in(chunk, self.place)
         return chunk if self.place is None else chunk[self.place]
@@ -114,14 +113,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a stored tensor that is in memory at once.
+    """Part of a stored tensor that is in memory at one time.
 
     Attributes:
-        key: of the stored tensor.
-        offsets: where in it: of ``torch_dist`` one a dimension; of safetensors the first byte, from the
-            beginning of the file.
-        shape, dtype: of the chunk, without axes of layers and experts.
-        rows: what it is put together from; what that leaves is padding.
+        key: name of the stored tensor.
+        offsets: position in the stored tensor. For ``torch_dist`` this is one offset for each dimension; for
+            safetensors it is the first byte, counted from the beginning of the file.
+        shape, dtype: shape and dtype of the chunk, without axes of layers and experts.
+        rows: rows that fill the chunk; the remaining rows are padding.
     """
 
     key: str
@@ -135,21 +134,21 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Conversion(ABC):
-    """A conversion under way, in pieces that have names.
+    """A running conversion, divided into named pieces.
 
     Args:
-        plan: what to do.
-        staging: where.
-        narrowing: changes dtypes.
-        manifest: of the source, where a conversion made it.
-        directory: of the source.
+        plan: plan of the conversion.
+        staging: staging directory to write in.
+        narrowing: narrows dtypes and keeps the errors.
+        manifest: manifest of the source, if a conversion wrote the source.
+        directory: directory of the source.
 
     Attributes:
-        verb: what it does.
-        kind: of its pieces, in records.
-        pieces: the Hugging Face tensors in each, by its name.
-        files: names of the pieces by file.
-        finished: what was recorded of finished pieces, by name.
+        verb: verb for progress messages.
+        kind: kind of a piece, which is its key in records.
+        pieces: Hugging Face tensors of each piece, by the piece's name.
+        files: names of the pieces in each file.
+        finished: records of finished pieces, by name.
     """
 
     verb: str
@@ -173,11 +172,11 @@ class Conversion(ABC):
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return bytes of a piece."""
+        """Return the size of a piece in bytes."""
 
     @abstractmethod
     def file_of(self, name: str) -> Path:
-        """Return the file that a piece is in."""
+        """Return the file that holds a piece."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[Chunk]:
@@ -185,22 +184,22 @@ class Conversion(ABC):
 
     @abstractmethod
     def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
-        """Write the chunks of a piece; what has to be recorded to find them again."""
+        """Write the chunks of a piece, and return the record entries needed to find them again."""
 
     @abstractmethod
     def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
-        """Read what was written as the chunk of that number."""
+        """Read back the bytes that were written for the piece's chunk of that number."""
 
     @abstractmethod
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
-        """Write what makes the files a checkpoint."""
+        """Write the remaining files, which make the staged files a checkpoint."""
 
     def is_whole(self, number: int) -> bool:
-        """Return whether the file of that number is as long as its pieces say, and begins as it has to."""
+        """Return whether the file of that number has the length of its pieces, and the right header."""
         return True
 
     def write(self, name: str) -> None:
-        """Write a piece, and record what it holds."""
+        """Write a piece, and record its hashes."""
         names = [part.name for part in self.pieces[name]]
         hashes, before = TensorHashes(names), self._held.hashes(names)
 
@@ -237,8 +236,8 @@ class Conversion(ABC):
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
-        """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it
-        was written."""
+        """Add to ``finished`` the pieces that an earlier run or another part has recorded and that are still
+        intact."""
 
         def check(record: Mapping[str, Any]) -> None:
             name = record[self.kind]
@@ -267,7 +266,7 @@ class Conversion(ABC):
         shown.finish()
 
     def incomplete(self) -> list[int]:
-        """Return numbers of the files that are not whole, or of which a piece is not finished."""
+        """Return the numbers of the files that are not whole, or have an unfinished piece."""
         return [
             number
             for number, names in enumerate(self.files)
@@ -275,7 +274,8 @@ class Conversion(ABC):
         ]
 
     def finish(self) -> dict[str, Any]:
-        """Write the rest, and give the directory its name; what the conversion says of itself."""
+        """Write the remaining files, rename the directory to the target, and return the notes of the
+        conversion."""
         records = self.finished.values()
         digests: dict[str, str] = {}
         before: dict[str, str] = {}
@@ -300,14 +300,14 @@ def convert(
     is_ours: Callable[[Path], bool],
     tensors: int,
 ) -> ConversionResult:
-    """Run a conversion. One that was killed goes on where it ended.
+    """Run a conversion. A conversion that was killed is resumed.
 
     Args:
-        begin: makes it, to work in a directory.
-        target: directory to make.
-        options: how.
+        begin: returns the conversion for a staging directory.
+        target: directory to write.
+        options: workers, memory limit and so on.
         fingerprint, is_ours: see ``Staging``.
-        tensors: that it writes, for the result.
+        tensors: number of tensors that the conversion writes, for the result.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.

@@ -1,4 +1,4 @@
-"""The errors of the converters."""
+"""Errors of the converters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 
 class ConversionError(ValueError):
-    """A model, its config and its weights cannot be converted.
+    """Error: a model, its config or its weights cannot be converted.
 
-    ``exit_code`` is what a command line returns for it. The message says what was found, its value and how to
-    mend it.
+    ``exit_code`` is the exit code of the command. The message gives the problem, the value and the fix.
 
     Attributes:
-        what: the thing that is wrong, one line.
-        details: every single finding, so that all of them are reported at once.
-        fix: what to do about it.
+        what: the problem, in one line.
+        details: all findings, so that they are reported together.
+        fix: how to fix the problem.
     """
 
     exit_code = 2
@@ -37,5 +36,5 @@ class ConversionError(ValueError):
 
 
 class ChangedSourceError(ConversionError):
-    """The source has changed since the conversion was planned, or contradicts its own manifest, so that
-    unfinished work cannot be resumed."""
+    """Error: the source has changed since the conversion was planned, or contradicts its own manifest, so
+    that unfinished work cannot be resumed."""

@@ -1,8 +1,8 @@
-"""Export: ``torch_dist`` checkpoint -> Hugging Face safetensors, without a Hugging Face reference, one chunk
-of a tensor at a time.
+"""Export from a ``torch_dist`` checkpoint to Hugging Face safetensors, one chunk of a tensor at a time,
+without a Hugging Face reference model.
 
-The plan says what an export will write, which tensor stands in which file and where; it is worked out from
-the index alone, before a byte is written.
+The plan gives the file and the offset of every tensor that the export will write. It is computed from the
+index alone, before a byte is written.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from converters.untouched import Completed
 
 _STORED_NAMES = {getattr(torch, name): stored for stored, name in DTYPE_NAMES.items()}
 Parts = tuple[tuple[HuggingFaceTensor, TensorLocation], ...]
-"""The Hugging Face tensors in a stored tensor, each with its place there."""
+"""Hugging Face tensors in a stored tensor, each with its location in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor as it will stand in a safetensors file.
+    """A tensor of the safetensors files to be written.
 
     Attributes:
-        key, shape, dtype: of the stored tensor.
-        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one
+        key, shape, dtype: name, shape and dtype of the stored tensor.
+        parts: Hugging Face tensors in it, each with its location; a tensor stored under its own name is one
             part.
         file: name of the file.
-        offset: of its first byte, from the end of the header.
+        offset: offset of the first byte, from the end of the header.
     """
 
     key: str
@@ -76,10 +76,9 @@ class WrittenTensor:
 
     @property
     def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]]:
-        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind
-        the other; else empty.
+        """Parts by expert, if their rows are not consecutive in the stored tensor; empty otherwise.
 
-        Such a block is put together as a whole.
+        Each expert's block is assembled and written as a whole.
         """
         blocks: dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
         if any(not place.is_consecutive for _, place in self.parts):
@@ -90,15 +89,15 @@ class WrittenTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def in_files(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int
 ) -> list[WrittenTensor]:
-    """Return tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide
-    dtypes first in each, so that all are aligned."""
+    """Assign tensors (name, shape, dtype and parts) in order to as few files as the size limit allows. Within
+    each file, wide dtypes come first, so that all tensors are aligned."""
     groups: list[list[int]] = []
     filled = 0
     for number, (_, shape, dtype, _) in enumerate(tensors):
@@ -122,7 +121,7 @@ def in_files(
 
 
 def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
-    """Return the header of the file that holds these tensors, its length in front."""
+    """Return the safetensors header for these tensors, preceded by its length."""
     entries = {
         tensor.key: {
             "dtype": _STORED_NAMES[tensor.dtype],
@@ -139,7 +138,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
 
 
 def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
-    """Return the text of ``model.safetensors.index.json``; None for a single file."""
+    """Return the text of ``model.safetensors.index.json``, or None if there is a single file."""
     if len({tensor.file for tensor in tensors}) == 1:
         return None
     weight_map = {tensor.key: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.key)}
@@ -148,7 +147,7 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
 
 
 def is_hf_directory(directory: Path) -> bool:
-    """Return whether a directory is a Hugging Face model that may be replaced."""
+    """Return whether a directory holds a Hugging Face model that may be overwritten."""
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
     others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
@@ -165,8 +164,8 @@ class ExportPlan(Plan):
 
     Attributes:
         checkpoint: the source.
-        written: every stored tensor, in the order of the files.
-        max_shard_bytes: largest file, bytes of tensors.
+        written: all stored tensors, in the order of the files.
+        max_shard_bytes: size limit of a file, in bytes of tensors.
     """
 
     checkpoint: MegatronCheckpoint
@@ -175,7 +174,7 @@ class ExportPlan(Plan):
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Return what the conversion will say of itself that follows from the plan."""
+        """Notes about the export that follow from the plan."""
         absent = self.checkpoint.absent_predictors
         if not absent or self.architecture.prediction_layers:
             return super().notes
@@ -195,8 +194,7 @@ class ExportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Changes with whatever changes the bytes that will be written; by the name of what decides about
-        them."""
+        """Fingerprints of everything that determines the written bytes, by the name of what determines them."""
         rest = [
             [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
             for tensor in self.written
@@ -212,7 +210,7 @@ class ExportPlan(Plan):
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
-        """Changes with the files beside the weights, which the part writes that is the last to be done."""
+        """Fingerprint of the files next to the weights, which the last part to finish writes."""
         directory = self.checkpoint.hf_directory
         return fingerprints(
             {
@@ -232,18 +230,18 @@ def plan_export(
     lora: Path | None = None,
     untouched_from: Path | None = None,
 ) -> ExportPlan:
-    """Work out an export.
+    """Plan an export.
 
     Args:
         checkpoint: the Megatron checkpoint.
-        dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor,
-            what it was before.
-        max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its
-            own.
+        dtype: dtype of all tensors; None keeps the checkpoint's dtypes, or the original dtype of a tensor
+            that the import had to widen.
+        max_shard_bytes: size limit of a safetensors file, in bytes of tensors; a larger tensor gets its own
+            file.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
             other.
         lora: directory of a PEFT adapter to merge.
-        untouched_from: directory of the model that was trained, for what training leaves as it is.
+        untouched_from: directory of the model that was trained, for the parts that training leaves unchanged.
 
     Raises:
         ConversionError: the checkpoint does not hold the model that its config describes.
@@ -302,8 +300,8 @@ _OF_TOWER = "model.visual.pos_embed.weight"
 
 
 def _require_tower(checkpoint: MegatronCheckpoint) -> None:
-    """Refuse what a training run has written of a model that also sees: transformers would draw a tower at
-    random."""
+    """Refuse a training run's checkpoint of a vision-language model without its vision tower, which
+    transformers would initialise at random."""
     if not any(key.startswith(MEGATRON_PREFIX) for key in checkpoint.model.checkpoint):
         raise ConversionError(
             f"{checkpoint.directory} holds the text alone of a model that also sees, as training writes it",
@@ -315,11 +313,11 @@ def _require_tower(checkpoint: MegatronCheckpoint) -> None:
 
 
 def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:
-    """Refuse files and tensors that are not those of the conversion which made the checkpoint.
+    """Refuse files and tensors that differ from those of the conversion which wrote the checkpoint.
 
     Raises:
-        ConversionError: a file beside the weights was changed, there are other tensors, or the manifest says
-            what no model of the family does.
+        ConversionError: a file next to the weights was changed, the tensors are others than the manifest's,
+            or the manifest contradicts the model's family.
     """
     manifest = checkpoint.manifest
     if manifest is None:
@@ -353,7 +351,8 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
 
 
 def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tuple[TensorLocation, Parts]]:
-    """Return what is stored: every tensor alone under its name, or where the source of the import had it."""
+    """Return the tensors to store and their parts. Each tensor is stored alone under its own name, or at its
+    location in the source of the import."""
     together: dict[str, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
     for rule in rules:
         for part in rule.parts:
@@ -378,12 +377,12 @@ def export_model(
     target: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> ConversionResult:
-    """Write the Hugging Face directory that a plan describes. A run that was killed goes on where it ended.
+    """Write the Hugging Face directory that a plan describes. An export that was killed is resumed.
 
     Args:
-        plan: from ``plan_export``.
-        target: directory to make.
-        options: how.
+        plan: plan from ``plan_export``.
+        target: directory to write.
+        options: workers, memory limit and so on.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
@@ -413,8 +412,8 @@ def export_model(
 
 
 class _Export(Conversion):
-    """A piece is a stored tensor; the files are as long as they will be from the beginning, and filled tensor
-    by tensor."""
+    """Running export, in which a piece is a stored tensor. The files have their full length from the start
+    and are filled tensor by tensor."""
 
     verb, kind = "export", "tensor"
 
@@ -443,7 +442,7 @@ class _Export(Conversion):
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def _file(self, number: int) -> tuple[Path, bytes, int]:
-        """Path, header and bytes of a file."""
+        """Return path, header and length in bytes of a file."""
         tensors = [self._tensors[name] for name in self.files[number]]
         header = self._headers[tensors[0].file]
         return self.file_of(tensors[0].key), header, len(header) + sum(tensor.size for tensor in tensors)
@@ -494,7 +493,7 @@ class _Export(Conversion):
 
 
 def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
-    """Index, config, tokenizer, manifest."""
+    """Write index, config, tokenizer and manifest."""
     index = index_of(plan.written)
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")

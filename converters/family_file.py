@@ -1,8 +1,8 @@
-"""A family of a user's own, from a Python file.
+"""User-defined model families, from Python files.
 
-The file is a module with one name that matters, ``FAMILY``, a ``Family``. It may import whatever it needs;
+The file is a module that defines ``FAMILY``, a ``Family``. It may import whatever it needs;
 ``converters.families.dense`` and ``converters.families.sparse`` have the rules of plain decoders and of
-mixtures of experts to begin from. A family that is Qwen2 with other names for its MLP::
+mixtures of experts to start from. A family that is Qwen2 with other names for its MLP::
 
     from dataclasses import replace
 
@@ -21,9 +21,9 @@ mixtures of experts to begin from. A family that is Qwen2 with other names for i
         layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
     )
 
-``megarl convert selftest --family-file my_family.py`` checks it (``converters.selftest``); every other
-command takes the same option. The file runs only where a user names it: nothing in a checkpoint can cause
-that.
+``megarl convert selftest --family-file my_family.py`` checks the family (``converters.selftest``); every
+other command takes the same option. The file runs only when a user names it: nothing in a checkpoint can run
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from converters.python_file import PythonFileError, module_of_file
 
 
 def load_family_file(path: Path) -> Family:
-    """Run the file and make its family known.
+    """Run the file, register its family and return it.
 
     Raises:
         ConversionError: the file cannot be read, fails, or has no ``FAMILY`` that can be registered.

@@ -1,7 +1,7 @@
-"""Import: Hugging Face checkpoint -> ``torch_dist`` checkpoint of Megatron-Core, model-free, one chunk of a
-tensor at a time.
+"""Import from a Hugging Face checkpoint to a ``torch_dist`` checkpoint of Megatron-Core, one chunk of a
+tensor at a time, without building a model.
 
-The plan says what an import will write and is worked out from headers alone.
+The plan lists everything that the import will write. It is computed from headers alone.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class ImportPlan(Plan):
     """Plan of an import.
 
     Attributes:
-        rules: parameters to write, in order.
+        rules: rules of the parameters to write, in order.
         stacked: whether layers are stacked.
         padded_vocab: rows of the embedding.
-        also_stored: names of the source that say what another tensor says, with that tensor.
-        config_notes: what a user should know of the config.
+        also_stored: names of source tensors that repeat another tensor, with that tensor's name.
+        config_notes: notes about the config for the user.
         config: the parsed ``config.json`` of the source.
-        config_hash: SHA-256 of its bytes.
+        config_hash: SHA-256 of the bytes of ``config.json``.
     """
 
     model: HuggingFaceModel
@@ -79,7 +79,7 @@ class ImportPlan(Plan):
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Return what the conversion will say of itself that follows from the plan."""
+        """Notes about the import that follow from the plan."""
         source, notes = self.model.source, {}
         if isinstance(source, DequantizedSource):
             notes.update(source.notes())
@@ -90,7 +90,7 @@ class ImportPlan(Plan):
         return notes | super().notes
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Place of a parameter in the checkpoint."""
+        """Return the location of a parameter in the checkpoint."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class ImportPlan(Plan):
         return self._stored[self.place(rule).key].dtype
 
     def size(self, rule: Rule) -> int:
-        """Return bytes of a parameter in the checkpoint."""
+        """Return the size of a parameter in the checkpoint, in bytes."""
         return torch.Size(self.shape(rule)).numel() * self.dtype(rule).itemsize
 
     @property
@@ -112,12 +112,12 @@ class ImportPlan(Plan):
 
     @property
     def object_names(self) -> list[str]:
-        """Object names of the modules' states in the checkpoint."""
+        """Names of the module states in the checkpoint."""
         return [name for rule in self.rules for name in extra_state_keys(self.place(rule))]
 
     @functools.cached_property
     def files(self) -> list[tuple[str, list[Rule]]]:
-        """Item files: name and parameters."""
+        """Names of the item files, each with the rules of its parameters."""
         goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
         files: list[tuple[str, list[Rule]]] = []
         # Full from the start, so that the first parameter opens a file.
@@ -132,8 +132,7 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Changes with whatever changes the bytes that will be written; by the name of what decides about
-        them."""
+        """Fingerprints of everything that determines the written bytes, by the name of what determines them."""
         files = list[Any]()
         for name, rules in self.files:
             files.append([name, [rule.megatron_name for rule in rules]])
@@ -147,8 +146,8 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        """By key. All layers of a stacked tensor have one dtype, the narrowest that holds every one's
-        values."""
+        """Stored tensors by key. All layers of a stacked tensor have the same dtype, the narrowest that holds
+        the values of all."""
         dtypes: dict[str, torch.dtype] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rule in self.rules:
@@ -170,21 +169,21 @@ def plan_import(
     allow_unsupported: bool = False,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> ImportPlan:
-    """Work out an import.
+    """Plan an import.
 
     Args:
         source: the Hugging Face checkpoint.
-        dtype: of all tensors; None keeps every tensor's own.
+        dtype: dtype of all tensors; None keeps the dtype of each tensor.
         vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
             other.
         lora: directory of a PEFT adapter to merge.
-        allow_unsupported: import a model although no Megatron-Core model computes what it computes.
+        allow_unsupported: import a model even if no Megatron-Core model computes the same function.
         ignore_config_keys: keys of ``config.json`` that are known to be harmless.
 
     Raises:
         ConversionError: config and weights do not belong together, something cannot be carried over, or no
-            Megatron-Core model computes it.
+            Megatron-Core model computes the same function.
     """
     # before it is read: a change between the two is noticed at the end
     hash_of_config = config_hash(source.directory)
@@ -232,8 +231,8 @@ def plan_import(
 
 
 def _require_support(architecture: Architecture) -> None:
-    """Refuse what would be converted without loss and could not be trained. A model that scores has no
-    GPTModel, and trainers have one of their own for it."""
+    """Refuse a model that could be converted without loss but not trained. Reward models with a score head
+    pass: no GPTModel fits them, but trainers have their own model for them."""
     if architecture.head is not None:
         return
     try:
@@ -245,8 +244,8 @@ def _require_support(architecture: Architecture) -> None:
 
 
 def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:
-    """Return whether the source has all of a parameter; a parameter that it has none of may be excused, one
-    that it has half of may not."""
+    """Return whether the source has all tensors of a parameter. A parameter without any may be excused; one
+    that is incomplete may not."""
     missing = [part.name for part in rule.parts if not any(place.name in source for place in part.places)]
     if not missing:
         return True
@@ -265,13 +264,13 @@ def import_model(
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     common_state: Mapping[str, Any] | None = None,
 ) -> ConversionResult:
-    """Write the checkpoint that a plan describes. A run that was killed goes on where it ended.
+    """Write the checkpoint that a plan describes. An import that was killed is resumed.
 
     Args:
-        plan: from ``plan_import``.
-        target: directory to make.
-        options: how.
-        common_state: what is no tensor, for ``common.pt``; by default nothing.
+        plan: plan from ``plan_import``.
+        target: directory to write.
+        options: workers, memory limit and so on.
+        common_state: state other than tensors, for ``common.pt``; by default there is none.
 
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
@@ -285,7 +284,7 @@ def import_model(
 
 
 class _Import(Conversion):
-    """A piece is an item file with all parameters in it."""
+    """Running import, in which a piece is an item file with all of its parameters."""
 
     verb, kind = "import", "file"
 

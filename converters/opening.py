@@ -1,5 +1,4 @@
-"""Opens whatever a user points at: a Hugging Face directory or a Megatron checkpoint, with its config and its
-manifest."""
+"""Opening of a Hugging Face directory or a Megatron checkpoint, with its config and its manifest."""
 
 from __future__ import annotations
 
@@ -40,24 +39,23 @@ MEGATRON, HUGGING_FACE = "megatron", "huggingface"
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A ``torch_dist`` checkpoint with what says which model it is.
+    """A ``torch_dist`` checkpoint with the config of its model.
 
     Attributes:
-        directory: of the checkpoint itself.
+        directory: directory of the checkpoint itself.
         model: its tensors.
-        hf_directory: config, tokenizer and so on; None where there is nothing.
+        hf_directory: directory of config, tokenizer and so on; None if there is none.
         config: the parsed ``config.json``.
-        config_hash: SHA-256 of its bytes; None where the config was made.
-        manifest: of the conversion that made it, if one did.
-        config_is_made: the config was made of the trainer's settings, and stands in no file.
-        unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do
-            without.
-        padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says
-            what it trained starts them with anything.
-        stored: the checkpoint as it lies there.
-        weights: which of its weights the tensors are (``OpeningOptions``).
-        absent_predictors: layers that predict further tokens, which the config counts, and whose weights a
-            training run has left out; 0 of a conversion, whose source had none either.
+        config_hash: SHA-256 of the bytes of ``config.json``; None if the config was derived.
+        manifest: manifest of the conversion that wrote the checkpoint, if one did.
+        config_is_made: whether the config was derived from the trainer's settings, without a file.
+        unanswered: flags for values that a derived config still lacks, and that an export needs.
+        padding_is_free: whether rows beyond the vocabulary may hold any values, since trainers with their own
+            settings initialise them arbitrarily.
+        stored: the checkpoint as it is stored.
+        weights: which weights of the checkpoint the tensors are (``OpeningOptions``).
+        absent_predictors: number of prediction layers that the config counts and a training run has left out;
+            0 for a conversion, whose source had none either.
     """
 
     directory: Path
@@ -75,18 +73,18 @@ class MegatronCheckpoint:
 
     @property
     def recorded_files(self) -> dict[str, str]:
-        """Hashes of the files in ``hf_directory`` as the conversion left them; empty where nothing says so,
-        or the files are others."""
+        """Hashes of the files in ``hf_directory`` as the conversion left them; empty without a manifest, or
+        if ``hf_directory`` is outside the checkpoint."""
         own = self.manifest is not None and self.hf_directory == self.directory / HF_DIRECTORY
         return self.manifest.files if self.manifest is not None and own else {}
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack
-        of layers."""
+        """Return the dtype that a Hugging Face tensor had before an import widened it to give a stack of
+        layers a single dtype."""
         return stored if self.manifest is None else self.manifest.dtype_before(name, stored)
 
     def identity(self) -> list[Any]:
-        """Changes when the weights do: name, size and time of change of each file."""
+        """Return name, size and modification time of each file, which change when the weights change."""
         # The optimizer's weights change with its own files.
         places = [
             self.directory,
@@ -99,12 +97,12 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     """Open a Megatron checkpoint.
 
     Args:
-        path: of the checkpoint, or a directory that trainers keep one in (``find_checkpoint``).
-        options: what it does not say itself, and which of its weights are meant.
+        path: the checkpoint, or a directory in which a trainer keeps one (``find_checkpoint``).
+        options: settings that the checkpoint lacks, and which of its weights to read.
 
     Raises:
-        ConversionError: there is no checkpoint, nothing says which model it holds, or what says so
-            contradicts itself.
+        ConversionError: there is no checkpoint, nothing describes its model, or the descriptions contradict
+            each other.
     """
     options = options or OpeningOptions()
     directory = find_checkpoint(path)
@@ -158,42 +156,42 @@ class Opened:
 
     @property
     def files(self) -> Path | None:
-        """Directory of the files beside the weights; None where there are none."""
+        """Directory of the files next to the weights; None if there is none."""
         return self.path if self.megatron is None else self.megatron.hf_directory
 
     @property
     def recorded_files(self) -> dict[str, str]:
-        """Their hashes as a conversion left them; empty where nothing says so."""
+        """Hashes of the files next to the weights, as a conversion left them; empty if none are recorded."""
         if self.megatron is not None:
             return self.megatron.recorded_files
         return {} if self.manifest is None else self.manifest.files
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The parsed ``config.json``; None where the config is made of a trainer's settings."""
+        """The parsed ``config.json``; None if the config is derived from a trainer's settings."""
         if self.megatron is None:
             return read_config(self.path)
         return None if self.megatron.config_is_made else self.megatron.config
 
     @functools.cached_property
     def tensors(self) -> dict[str, HuggingFaceTensor]:
-        """Hugging Face tensors that are there, by name."""
+        """Hugging Face tensors that the checkpoint holds, by name."""
         return {
             tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)
         }
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Return the dtype of a tensor; before an import widened it, if one did."""
+        """Return the dtype of a tensor, or its original dtype if an import widened it."""
         stored = self.model.dtype(tensor)
         # what an export wrote in another dtype than its manifest says is a difference, and no widening
         return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)
 
 
 def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
-    """Open a checkpoint, whatever its format; the options are for one of Megatron-Core.
+    """Open a checkpoint of either format; the options apply to Megatron-Core checkpoints.
 
     Raises:
-        ConversionError: it is neither, or damaged.
+        ConversionError: the checkpoint has neither format, or is damaged.
     """
     if kind_of(path) == MEGATRON:
         checkpoint = open_megatron(path, options)
@@ -209,7 +207,7 @@ def _stored_config(directory: Path, given: Path) -> Path | None:
 
 
 def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]:
-    """Return the config of a directory; what the options say as well must not contradict it."""
+    """Return the config of a directory, and raise ``ConversionError`` if the options contradict it."""
     config = read_config(hf_directory)
     if options.tokenizer is not None:
         raise ConversionError(
@@ -229,7 +227,7 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
 def _made_config(
     directory: Path, settings: ForeignSettings | None, options: OpeningOptions, tensors: StoredTensors
 ) -> dict[str, Any]:
-    """A config made of what the trainer says."""
+    """Return a config derived from the trainer's settings."""
     if settings is None:
         raise ConversionError(
             f"{directory} does not say which model it is ({HF_DIRECTORY}/config.json is missing)",
@@ -247,14 +245,14 @@ def _made_config(
 def open_huggingface(
     source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()
 ) -> HuggingFaceModel:
-    """Return the tensors of a Hugging Face checkpoint.
+    """Open the tensors of a Hugging Face checkpoint.
 
     Args:
         source: the checkpoint.
         ignored_config_keys: see ``OpeningOptions``.
 
     Raises:
-        ConversionError: it has no config, or one that cannot be carried over.
+        ConversionError: the checkpoint has no config, or a config that cannot be carried over.
     """
     config = source.read_json("config.json")
     if config is None:
@@ -265,10 +263,10 @@ def open_huggingface(
 
 
 def kind_of(path: Path) -> str:
-    """Return which format a directory has: ``megatron`` or ``huggingface``.
+    """Return the format of a directory: ``megatron`` or ``huggingface``.
 
     Raises:
-        ConversionError: neither.
+        ConversionError: the directory has neither format.
     """
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return HUGGING_FACE
@@ -282,14 +280,14 @@ def kind_of(path: Path) -> str:
 
 
 def describe(opened: Opened) -> dict[str, Any]:
-    """Format, family, sizes, dtypes and layout of a checkpoint.
+    """Return format, family, sizes, dtypes and layout of a checkpoint.
 
     Returns:
-        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors that are there,
-        ``dtypes`` (tensors by dtype), ``tied_embeddings``, ``architecture`` (as ``Architecture``); where it
-        applies ``missing`` (names), what quantised weights were, of Megatron's ``layers`` (stacked or
-        indexed), ``padded_vocabulary`` and ``optimizer_state``, of conversions ``converted_from`` and
-        ``manifest_tensors``.
+        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors in the checkpoint,
+            ``dtypes`` (number of tensors by dtype), ``tied_embeddings`` and ``architecture`` (as
+            ``Architecture``). Where they apply: ``missing`` (names) and the original format of quantised
+            weights; for Megatron ``layers`` (stacked or indexed), ``padded_vocabulary`` and
+            ``optimizer_state``; for conversions ``converted_from`` and ``manifest_tensors``.
     """
     architecture = opened.model.architecture
     dtypes: Counter[str] = Counter()
@@ -324,7 +322,7 @@ def describe(opened: Opened) -> dict[str, Any]:
 
 
 def inspect_path(path: Path, options: OpeningOptions) -> Answer:
-    """Say what a checkpoint is. Arguments and errors as of ``open_any``."""
+    """Describe a checkpoint. Arguments and errors are those of ``open_any``."""
     facts = describe(open_any(path, options))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
     return (

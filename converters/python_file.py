@@ -1,4 +1,4 @@
-"""Modules of a user's own, run from the files that the user names; nothing in a checkpoint can cause that."""
+"""User-defined modules, run from the files that the user names; nothing in a checkpoint can run one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _MODULES: dict[str, ModuleType] = {}
 
 
 class PythonFileError(Exception):
-    """A file that cannot be read as Python, or whose code fails; the text says which, without the file's
-    name."""
+    """Error: a file cannot be read as Python, or its code fails. The message gives the reason without the
+    file's name."""
 
 
 def modules_from_files() -> list[ModuleType]:
-    """Return the modules that were run from files. Other processes cannot import them by name, so that their
-    objects travel by value."""
+    """Return the modules that were run from files. Other processes cannot import them by name, so their
+    objects are pickled by value."""
     return list(_MODULES.values())
 
 
 def module_of_file(path: Path) -> ModuleType:
-    """Return the module of a file, run once in a process as long as the file stays the same.
+    """Return the module of a file, which a process runs once as long as the file does not change.
 
-    It can import the files beside it, also later, as a script can.
+    As in a script, the module can import the files next to it at any time.
 
     Raises:
-        PythonFileError: it cannot be read, imports what is beside it by a name that another module has, or
-            fails in whatever way, ending itself among them.
+        PythonFileError: the file cannot be read, imports a neighbouring file by the name of another module,
+            or fails in any way, SystemExit included.
     """
     try:
         text = path.read_bytes()
@@ -65,12 +65,12 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def _refuse_others_names(text: bytes, directory: Path) -> None:
-    """Refuse a file that imports what is beside it where Python finds another module of that name: it would
-    run that one in silence.
+    """Refuse a file that imports a neighbour whose name Python resolves to another module, which would be run
+    silently.
 
     Args:
-        text: of the file.
-        directory: that the file is in.
+        text: content of the file.
+        directory: directory of the file.
     """
     seen, unread = set[str](), [text]
     while unread:
@@ -106,7 +106,7 @@ def _imported_names(text: bytes) -> Iterator[str]:
 
 
 def _origin_of(name: str) -> str:
-    """Return the file that an import of a name would take, or in words what else."""
+    """Return the file that Python would import under a name, or a description if there is no file."""
     # The file may be newer than what importlib remembers of the directory.
     importlib.invalidate_caches()
     found = getattr(sys.modules[name], "__file__", None) if name in sys.modules else None

@@ -1,19 +1,19 @@
-"""``megarl convert selftest``: tiny models of a family, generated from its config class and its rules,
-through every conversion.
+"""``megarl convert selftest``: it runs tiny models of a family, generated from the family's config class and
+rules, through every conversion.
 
-Of each variant of a tiny config (``variants``) it checks that
+For each variant of a tiny config (``variants``), the checks are:
 
-* ``rules``: no name and no place has two rules, and every rule can be what it says (``converters.selftest``);
-* ``tensors``: the rules ask for every tensor that transformers saves, and for no other;
-* ``shards``: parameters cut over tensor-parallel ranks and put together again are what they were;
-* ``round trip``: import and export give the same bytes, in float32 with every element another, and in
+* ``rules``: no name and no location has two rules, and the tensors of every rule fit its layout;
+* ``tensors``: the rules ask for every tensor that transformers saves, and for no others;
+* ``shards``: parameters that are sharded over tensor-parallel ranks and joined again are unchanged;
+* ``round trip``: import and export give the same bytes, in float32 with all elements different, and in
   bfloat16;
-* ``accounting``: each tensor, taken away or renamed, is missed by name;
-* ``log-probabilities``: Megatron-Core computes from the rules' parameters what plain transformers computes.
-  This alone can tell whether two tensors of one shape have changed places; it runs where a Megatron-Core
-  worker is at hand (``megarl convert``, not ``python -m converters``) and transformers knows the family.
-  Where it does not run, the result says why;
-* ``config keys``: names those that a user's family calls its own and does not read.
+* ``accounting``: each tensor that is removed or renamed is reported by name;
+* ``log-probabilities``: Megatron-Core computes the same from the rules' parameters as plain transformers.
+  Only this check can notice that two tensors of the same shape are swapped. It runs if a Megatron-Core worker
+  is available (``megarl convert``, not ``python -m converters``) and transformers knows the family. Otherwise
+  the result gives the reason;
+* ``config keys``: names the keys that a user-defined family declares and does not read.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3
 
 
 def rule_problems(architecture: Architecture) -> Iterator[str]:
-    """Yield names that come twice, places that two parameters share, parts that a layout cannot be made
-    of."""
+    """Yield duplicate names, locations that two parameters share, and tensors that do not fit their rule's
+    layout."""
     family = family_of(architecture.family)
     rules = [*head_rules(family.model_rules(architecture), architecture)]
     for layer in range(architecture.num_layers):
@@ -118,8 +118,7 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
 
 
 def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
-    """Yield parameters whose tensors are not what they were after they have been cut over ranks and put
-    together again."""
+    """Yield tensors that change when their parameter is sharded over ranks and joined again."""
     for rule in all_rules(architecture):
         for ranks in _TENSOR_PARALLEL_SIZES:
             padded = padded_vocab_size(architecture.vocab_size, ranks)
@@ -145,10 +144,10 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
 
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
-"""From a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column
-0, by Megatron-Core."""
+"""Function of a Hugging Face directory and tokens [B, S] int64 that returns Megatron-Core's log-probabilities
+[B, S] float32, with zeros in column 0."""
 LOGPROB_BOUND = 1e-5
-"""Largest difference of a log-probability in float32."""
+"""Largest allowed difference of a log-probability in float32."""
 # no divisor of the tiny vocabulary, so that there is padding to add and to take off again
 _VOCABULARY_MULTIPLE = 4
 _TOKENS = (3, 17)
@@ -156,13 +155,13 @@ _TOKENS = (3, 17)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of checking one variant.
+    """Result of one check of a variant.
 
     Attributes:
-        variant: what is different in its config.
-        check: see above.
-        result: ``passed``, ``failed``, or ``left out`` where it could not be made.
-        text: figures, what failed, or why it was left out.
+        variant: the change in the variant's config.
+        check: name of the check.
+        result: ``passed``, ``failed``, or ``left out`` if the check could not run.
+        text: figures, the failure, or the reason for leaving the check out.
     """
 
     variant: str
@@ -177,15 +176,15 @@ class Finding:
 def selftest(
     family: Family, config: dict[str, Any], compute: ComputeLogprobs | None = None
 ) -> Iterator[Finding]:
-    """Check a family.
+    """Check a family, and yield the findings.
 
     Args:
-        family: to be checked; it has to be registered.
-        config: parsed ``config.json`` of a tiny model of it.
-        compute: log-probabilities by Megatron-Core; None leaves that comparison out.
+        family: the family, which has to be registered.
+        config: parsed ``config.json`` of a tiny model of the family.
+        compute: computes log-probabilities by Megatron-Core; None leaves that comparison out.
 
     Raises:
-        ConversionError: the family refuses the config as it is.
+        ConversionError: the family refuses the unchanged config.
     """
     for number, (variant, changed) in enumerate(variants(config, family)):
         try:
@@ -210,7 +209,7 @@ class _Variant:
     directory: Path
 
     def findings(self, compute: ComputeLogprobs | None, thorough: bool) -> Iterator[Finding]:
-        """Yield every check, until one fails that the next ones need."""
+        """Yield the result of every check, up to a failure that the following checks depend on."""
         note = (
             ""
             if is_known_to_transformers(self.family)
@@ -248,7 +247,7 @@ class _Variant:
 
     @property
     def model(self) -> Path:
-        """The model with random weights."""
+        """Directory of the model with random weights."""
         return self.directory / "model"
 
     def _checked(self, check: str, run: Callable[[], None], text: str = "") -> Finding:
@@ -280,7 +279,7 @@ class _Variant:
         _refuse([str(one) for one in differences] + [f"{tensor} is not what it was" for tensor in differing])
 
     def _accounting(self) -> None:
-        """Each tensor has to be missed when it is away, and to be named when it is called otherwise."""
+        """Raise ``ConversionError`` unless every tensor is reported by name when it is removed or renamed."""
         tensors, changed = stored_tensors(self.model), self.directory / "changed"
         changed.mkdir()
         problems = []
@@ -355,17 +354,17 @@ def selftest_of(
     """Check one family.
 
     Args:
-        name: of the family; None for that of the last file.
-        family_files: of the user's families.
-        config: of a tiny model; None to make one.
-        megatron: what computes with Megatron-Core, from the files of the user's families; None where there is
-            nothing.
+        name: name of the family; None for the family of the last file.
+        family_files: files of user-defined families.
+        config: config of a tiny model; None to generate one.
+        megatron: context manager that gives a function computing with Megatron-Core, called with the files of
+            user-defined families; None if Megatron-Core is not available.
 
     Returns:
-        Exit code, facts for programs, text for people.
+        Exit code, facts for JSON, text for the terminal.
 
     Raises:
-        ConversionError: no family is named, or no tiny model of it can be made.
+        ConversionError: no family is named, or no tiny model of it can be built.
     """
     if name is None and not family_files:
         raise ConversionError("selftest needs a family", "pass --family NAME, or --family-file FILE")

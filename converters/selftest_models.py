@@ -1,5 +1,5 @@
-"""Tiny models for the self-test of a family: configs in which every size is another, and weights in which
-every element is."""
+"""Tiny models for the self-test of a family: configs in which all sizes differ, and weights in which all
+elements differ."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ _FIX = "pass --config FILE, the config.json of a tiny model of the family"
 
 
 def tiny_config(family: Family) -> dict[str, Any]:
-    """Return a ``config.json`` of a tiny model of the family, from the defaults of its transformers config
-    class.
+    """Return a ``config.json`` of a tiny model of the family, built from the defaults of its transformers
+    config class.
 
     Raises:
-        ConversionError: transformers has no such class, or the class does not take the sizes.
+        ConversionError: transformers has no such class, or the class does not accept the sizes.
     """
     from transformers import AutoConfig
 
@@ -103,8 +103,8 @@ def tiny_config(family: Family) -> dict[str, Any]:
 
 
 def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Latent attention has as many key-value heads as heads, and works its ``head_dim`` out of other
-    sizes."""
+    """Return the tiny sizes. With latent attention there are as many key-value heads as heads, and
+    ``head_dim`` is left out, because it follows from other sizes."""
     if "kv_lora_rank" not in defaults:
         return _SIZES
     others = {key: value for key, value in _SIZES.items() if key != "head_dim"}
@@ -112,8 +112,8 @@ def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the config itself, and what differs from it in one thing: each switch of the family, one
-    key-value head for all query heads."""
+    """Yield names and configs: the config itself, and variants that change one thing, which is a switch of
+    the family or a single key-value head for all query heads."""
     yield "as it is", dict(config)
     for key in ["tie_word_embeddings", *sorted(family.config_keys)]:
         value = config.get(key, False if key == "tie_word_embeddings" else None)
@@ -124,7 +124,7 @@ def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, d
 
 
 def is_known_to_transformers(family: Family) -> bool:
-    """Return whether plain transformers can make and run a model of the family."""
+    """Return whether plain transformers can build and run a model of the family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return (renamed_class(family.model_type) or family.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -133,8 +133,8 @@ def is_known_to_transformers(family: Family) -> bool:
 def save_random(
     directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture
 ) -> None:
-    """A model with random weights: saved by transformers where it knows the family, else made of the tensors
-    of the rules."""
+    """Save a model with random weights: built by transformers if it knows the family, otherwise from the
+    tensors of the rules."""
     torch.manual_seed(0)
     directory.mkdir()
     if is_known_to_transformers(family):
@@ -162,7 +162,7 @@ def save_random(
 
 
 def save_unique(directory: Path, model: Path, architecture: Architecture, dtype: torch.dtype) -> None:
-    """The tensors of ``model`` with other values: in float32 every element is another, in narrower dtypes
+    """Save the tensors of ``model`` with other values: in float32 all elements differ, in narrower dtypes
     they are random."""
     directory.mkdir()
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -192,7 +192,7 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write them as one file."""
+    """Write the tensors into one safetensors file."""
     save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
 
 

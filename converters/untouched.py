@@ -1,5 +1,5 @@
-"""Parts of a model's directory that training leaves as they are: a vision tower, layers that predict further
-tokens, and the files of the processor of pictures."""
+"""Parts of a model's directory that training leaves unchanged: a vision tower, prediction layers, and the
+files of the image processor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 
 
 class Untouched:
-    """The tensors of a checkpoint that training leaves as they are.
+    """Tensors of a checkpoint that training leaves unchanged.
 
     Args:
-        source: the checkpoint; read when asked for.
-        architecture: of its files, for prediction layers that are counted on behind the others. Their copies
-            of embedding and output layer are no part of them, because training changes what they repeat.
+        source: the checkpoint; its tensors are read on demand.
+        architecture: the checkpoint's architecture, needed for prediction layers that are numbered after the
+            ordinary layers. Copies of embedding and output layer in prediction layers are excluded, because
+            training changes their originals.
     """
 
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
@@ -41,7 +42,7 @@ class Untouched:
         ]
 
     def __str__(self) -> str:
-        """Return what they are, with their number; empty where there are none."""
+        """Return the parts and their numbers of tensors; empty if there are none."""
         found = [
             what for name in self._names for prefix, what in self._prefixes.items() if name.startswith(prefix)
         ]
@@ -49,35 +50,35 @@ class Untouched:
         return " and ".join(f"{what} ({count} tensors)" for what, count in counts.items() if count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors, bit for bit."""
+        """Yield names and tensors as they are stored, bit for bit."""
         # A plain source: these go back as they are stored, neither dequantised nor adapted.
         source = HuggingFaceSource(self._directory)
         for name in self._names:
             yield name, source.read(name)
 
     def copy_files(self, directory: Path) -> None:
-        """Copy the files of the processor of pictures."""
+        """Copy the files of the image processor."""
         for path in (self._directory / name for name in _FILES):
             if path.is_file():
                 shutil.copyfile(path, directory / path.name)
 
 
 def _prefixes(architecture: Architecture | None) -> dict[str, str]:
-    """Return the parts that training leaves as they are, by how the names of their tensors begin."""
+    """Return the parts that training leaves unchanged, by the prefixes of their tensor names."""
     if architecture is None:
         return _PREFIXES
     return {**_PREFIXES, **dict.fromkeys(beginnings(architecture), _PREDICTION)}
 
 
 class Completed(MegatronModel):
-    """A checkpoint that a training run has written, with what the run left as it was.
+    """Checkpoint of a training run, completed with the parts that the run left unchanged.
 
     Args:
         trained: the checkpoint.
-        begun: the model that the run began with.
+        begun: the model that the run started from.
 
     Raises:
-        ConversionError: they are of different models.
+        ConversionError: the architectures differ.
     """
 
     def __init__(self, trained: MegatronModel, begun: HuggingFaceModel) -> None:

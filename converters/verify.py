@@ -1,5 +1,4 @@
-"""Verification that a conversion lost nothing, with the names of what it lost; and what ``verify`` and
-``diff`` say of it."""
+"""Verification that a conversion lost nothing, and the output of ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -41,8 +40,9 @@ from converters.opening import Opened, open_any, open_megatron
 
 
 def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> Iterator[Difference]:
-    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties,
-    padding, its manifest; of one that is compared with no other, also its values where it has no manifest."""
+    """Yield the problems of one checkpoint by itself: its keys and shapes against its config, ties, padding,
+    its manifest. If it is compared with no other checkpoint and has no manifest, its values must also be
+    finite."""
     try:
         if isinstance(opened.model, MegatronModel):
             account(opened.model, tuple(excused))
@@ -67,7 +67,7 @@ def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> It
 
 
 def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Return the differences of two models: config, files beside the weights, tensors.
+    """Yield the differences of two models: config, files next to the weights, tensors.
 
     Args:
         one, other: the checkpoints.
@@ -82,16 +82,15 @@ def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iter
 
 
 def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
-    """Everything that is wrong with a checkpoint, and everything in which it differs from another; empty when
-    all is well.
+    """Return all problems of a checkpoint, and all of its differences from another; empty if there are none.
 
-    Every tensor is read. With neither another checkpoint nor a manifest to compare them with, the values
-    still have to be finite.
+    Every tensor is read. With neither another checkpoint nor a manifest to compare with, the values still
+    have to be finite.
 
     Args:
         one, other: the checkpoints.
-        excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest
-            says were excused.
+        excused: patterns (``*`` and ``?``) of names that need no counterpart, in addition to those that a
+            manifest records as excused.
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
@@ -111,8 +110,8 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
 
 
 def agree_on_dtypes(one: Opened, other: Opened) -> None:
-    """Let the numbers of quantised weights, which have no dtype of their own, be computed in the dtype that
-    the other checkpoint has."""
+    """Set the dtype in which quantised weights are dequantised to that of the other checkpoint, since they
+    have no dtype themselves."""
     for this, that in ((one, other), (other, one)):
         source = this.model.source if isinstance(this.model, HuggingFaceModel) else None
         if not isinstance(source, DequantizedSource):
@@ -129,7 +128,7 @@ def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
 
 
 def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
-    """Return patterns of the names that a conversion which made one of the checkpoints was excused from."""
+    """Return the patterns that the manifests of the checkpoints record as excused."""
     return tuple(
         dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused)
     )
@@ -138,7 +137,7 @@ def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
 def scope(
     opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return what ``verify`` of one or two checkpoints checked, and what it did not, in words."""
+    """Return descriptions of what ``verify`` checked in one or two checkpoints, and of what it did not check."""
     checked, unchecked = (
         ["names, shapes and dtypes of all tensors against config.json"],
         [*_unchecked_files(opened)],
@@ -174,7 +173,7 @@ def scope(
 
 
 def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
-    """Say which files beside the weights were compared with nothing."""
+    """Yield descriptions of the files next to the weights that were compared with nothing."""
     hashes = [file_hashes(each.files) for each in opened if each.files is not None]
     if len(opened) == 1:
         recorded = opened[0].recorded_files
@@ -198,10 +197,10 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
 
 
 def logits_difference(one: Opened, other: Opened) -> float:
-    """Return the largest absolute difference of the logits that plain transformers computes from both, in
-    float32 on a CPU, of random tokens.
+    """Return the largest absolute difference between the two models' logits for random tokens, computed by
+    plain transformers in float32 on a CPU.
 
-    A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the
+    A Megatron checkpoint is exported to a temporary directory first. The models are in memory one after the
     other.
     """
     results = [_logits(opened) for opened in (one, other)]
@@ -212,7 +211,7 @@ def known_config(directory: Path) -> Any:
     """Return the transformers config of a model.
 
     Raises:
-        ConversionError: it does not know what ``config.json`` calls the model.
+        ConversionError: transformers does not know the model type in ``config.json``.
     """
     try:
         return read_hf_config(directory)
@@ -222,8 +221,8 @@ def known_config(directory: Path) -> Any:
 
 
 def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Tensor:
-    """Return the logits that plain transformers computes of token ids, in float32 on a CPU; of a model that
-    scores its scores."""
+    """Return the logits of token ids that plain transformers computes in float32 on a CPU, or the scores of a
+    model with a score head."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -283,14 +282,14 @@ def verify_paths(
     """Verify one checkpoint, or two against each other.
 
     Args:
-        paths: one or two.
-        options: what a Megatron checkpoint does not say itself.
+        paths: one or two checkpoints.
+        options: settings that a Megatron checkpoint lacks.
         excused: patterns of names that need no counterpart.
-        logits: compare what transformers computes from both, too.
-        lora: directory of a PEFT adapter that is merged into the first checkpoint before they are compared.
+        logits: whether to compare also the logits that transformers computes from both.
+        lora: directory of a PEFT adapter that is merged into the first checkpoint before the comparison.
 
     Raises:
-        ConversionError: it cannot be done, or a file is damaged.
+        ConversionError: the verification is not possible, or a file is damaged.
     """
     if len(paths) > 2:
         raise ConversionError(
@@ -338,7 +337,7 @@ def verify_paths(
 
 
 def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> Answer:
-    """List in what two models differ. Arguments and errors as of ``verify_paths``."""
+    """List the differences of two models. Arguments and errors are those of ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
     facts = {"equal": not found, "differences": [asdict(each) for each in found]}

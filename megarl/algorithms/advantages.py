@@ -1,5 +1,6 @@
-"""Advantages: how much better an answer, or a token of it, is than others; of all samples of a step at once,
-so on the driver."""
+"""Advantages: how much better a response, or a token of it, is than others. They are computed from all
+samples of
+a step at once, so on the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megarl.errors import BatchError
 from megarl.import_path import load_object
 
 PART = "reward/"
-"""Begins the names of columns and metrics of the parts of a reward."""
+"""Prefix of the names of columns and metrics of the parts of a reward."""
 # Relative to the mean, some twenty units in the last place of a
 # float32 reward; absolute, what is left where parts of size 1 cancel.
 _ROUNDING = 1e-6
@@ -29,7 +30,7 @@ def calculate_baseline_and_std_per_prompt(
     valid_mask: Tensor,
     leave_one_out_baseline: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the rewards that answers to the same prompt got.
+    """Return the mean and the standard deviation of the rewards of responses to the same prompt.
 
     Rows with equal prompts form a group. Only valid rows count. With ``leave_one_out_baseline`` a row's own
     reward is left out of its baseline and deviation, which makes the baseline independent of the row's action
@@ -38,7 +39,7 @@ def calculate_baseline_and_std_per_prompt(
     that its advantage is 0, and deviation 0.
 
     Args:
-        prompts: [B, P] int, padded alike within a group.
+        prompts: [B, P] int, padded in the same way within a group.
         rewards: [B] float.
         valid_mask: [B], 1 for rows that count.
         leave_one_out_baseline: see above.
@@ -57,8 +58,8 @@ def calculate_baseline_and_std_per_prompt(
 def _baseline_and_std(
     group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool
 ) -> tuple[Tensor, Tensor]:
-    """Calculate as ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B]
-    int64."""
+    """Return the result of ``calculate_baseline_and_std_per_prompt``, given the number of each row's group,
+    [B] int64."""
     # float64 throughout: differences of nearly equal rewards are what is divided by.
     valid = (valid_mask != 0).double()
     # where and no product: the reward of an invalid row may be NaN.
@@ -90,12 +91,12 @@ def group_advantages(
     normalize_rewards: bool,
     std: Literal["population", "sample"] = "population",
 ) -> Tensor:
-    """Reward minus the group's baseline, [B], optionally divided by the group's standard deviation (GRPO,
-    arXiv 2402.03300).
+    """Return each reward minus its group's baseline, [B], optionally divided by the group's standard
+    deviation (GRPO, arXiv 2402.03300).
 
-    The deviation is that of the whole group even when the baseline leaves the row out: with n answers no
+    The deviation is that of the whole group even when the baseline leaves the row out: with n responses no
     advantage then exceeds n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree.
-    Groups that agree entirely, but for rounding, and invalid rows get 0. ``std`` divides the squares by n
+    Groups whose rewards differ by rounding only, and invalid rows, get 0. ``std`` divides the squares by n
     (``population``) or by n - 1 (``sample``).
     """
     group = _groups(prompts, rewards, valid_mask)
@@ -116,20 +117,20 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The input of an estimator of advantages: all samples of a step, B answers of S positions with their
+    """The input of an advantage estimator: all samples of a step, B responses of S positions with their
     prompts.
 
     Attributes:
-        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of an estimator of
-            one's own.
-        groups: [B] int64, the same number for answers to the same prompt.
+        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of a custom
+            estimator.
+        groups: [B] int64, the same number for responses to the same prompt.
         rewards: [B] float.
-        compared: [B], 1 for responses whose reward counts in the statistics of their group, 0 if masked;
-            some that count may be left out of training, and have 0 in ``mask``.
+        compared: [B], 1 for responses whose reward counts in the statistics of their group, 0 if masked; a
+            response that counts may still be left out of training, and then has 0 in ``mask``.
         mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in responses that count.
-        penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
-        parts: [B] float of each of several rewards by name, without its weight; NaN for an answer that has no
-            such reward.
+        penalties: [B, S] float, subtracted from the rewards, 0 at tokens that do not count; None for none.
+        parts: [B] float of each of several rewards by name, without its weight; NaN for a response that has
+            no such reward.
         weights: of the parts, by name.
     """
 
@@ -144,12 +145,13 @@ class AdvantageInputs:
 
     @property
     def net_rewards(self) -> Tensor:
-        """[B] rewards less the penalties of all tokens."""
+        """Rewards [B] minus the penalties of all tokens."""
         return self.rewards if self.penalties is None else self.rewards - self.penalties.sum(dim=1)
 
 
 Estimator: TypeAlias = Callable[[AdvantageInputs], Tensor]
-"""Advantages [B] of answers, or [B, S] of tokens. What is not trained on is set to 0 afterwards."""
+"""A function that returns advantages [B] of responses, or [B, S] of tokens. Those of samples that are not
+trained on are set to 0 afterwards."""
 
 
 def estimated_advantages(
@@ -160,20 +162,21 @@ def estimated_advantages(
     reward_weights: Mapping[str, float] | None = None,
     estimator: Estimator | None = None,
 ) -> Tensor:
-    """Advantages of a step's samples, [B, 1], or where those of tokens differ [B, S], in the dtype of the
-    rewards; 0 where nothing counts.
+    """Return the advantages of a step's samples, [B, 1], or [B, S] if they differ within a response, in the
+    dtype of the rewards; 0 where nothing counts.
 
     Args:
-        settings: a ``GRPOConfig``: ``adv_estimator`` and what it reads.
+        settings: a ``GRPOConfig``: ``adv_estimator`` and the keys that it reads.
         samples: all samples of the step, see ``megarl.rollout.collector.Rollouts``.
-        sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in
-            the groups alone.
-        token_penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
+        sample_mask: [B], 1 for rows that are trained on. Other rows of ``samples`` count only in their
+            groups.
+        token_penalties: [B, S] float, subtracted from the rewards, 0 at tokens that do not count; None for
+            none.
         reward_weights: of the parts of the reward, ``reward/NAME``, by name.
-        estimator: that ``settings`` name, where it has been loaded already.
+        estimator: the estimator named in ``settings``, if it has been loaded already.
 
     Raises:
-        BatchError: an estimator of the user's own returned something else.
+        BatchError: a custom estimator returned a wrong result.
     """
     parts = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
     inputs = AdvantageInputs(
@@ -197,7 +200,7 @@ def estimated_advantages(
 
 
 def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
-    """The estimator of a name or import path.
+    """Return the estimator of a name or import path.
 
     Raises:
         ConfigError: nothing can be imported under that name.
@@ -207,13 +210,12 @@ def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
 
 
 def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
-    """Copy for an estimator of the user's own, which it may change without a change to the batch."""
+    """Copy the inputs for a custom estimator, which may change them without changing the batch."""
     return copy.deepcopy(inputs)
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
-    """Check and return the result of an estimator of the user's own, 0 where nothing is trained on, when it
-    is what it has to be."""
+    """Check the result of a custom estimator, and return it with 0 where nothing is trained on."""
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -297,16 +299,17 @@ def gdpo_advantages(
     normalize_rewards: bool,
     std: Literal["population", "sample"] = "population",
 ) -> Tensor:
-    """Advantages [B] of several rewards, each compared within the group by itself (GDPO, arXiv 2601.05242).
+    """Return advantages [B] of several rewards, each compared within the group by itself (GDPO, arXiv
+    2601.05242).
 
-    The advantages of each reward (``group_advantages``) are added up, each times its weight, and the sum is
-    whitened over all valid rows. Rewards of different sizes, or one that all answers to a prompt have alike,
-    then hide none of the others.
+    The advantages of each reward (``group_advantages``) are summed with its weight, and the sum is whitened
+    over all valid rows. So a reward of another size, or one that is equal for all responses to a prompt,
+    hides none of the others.
 
     Args:
-        prompts: [B, P] int, padded alike within a group.
+        prompts: [B, P] int, padded in the same way within a group.
         parts: [B] float of each reward, without its weight; NaN for a row that has no such reward.
-        weights: of each reward; 1 where it has none.
+        weights: of each reward; 1 for a reward without one.
         valid_mask: [B], 1 for rows that count.
         leave_one_out_baseline, normalize_rewards, std: as for ``group_advantages``.
 
@@ -338,19 +341,19 @@ def reinforce_plus_plus_advantages(
     compared: Tensor | None = None,
     token_penalties: Tensor | None = None,
 ) -> Tensor:
-    """Advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
+    """Return advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
 
-    The return of a token is the reward of its answer minus the penalties of this and all later tokens that
-    count. All returns are whitened together, over the valid tokens of all rows given.
+    The return of a token is the reward of its response minus the penalties of this and all later tokens that
+    count. All returns are whitened together, over the valid tokens of all given rows.
 
     Args:
-        prompts: [B, P] int, padded alike within a group; read with ``compared`` alone.
+        prompts: [B, P] int, padded in the same way within a group; read only with ``compared``.
         rewards: [B] float.
         mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
         compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first
-            (REINFORCE++-baseline); these may be more than are trained on. None for no baseline.
+            (REINFORCE++-baseline); these may be more rows than are trained on. None for no baseline.
         token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none.
-            Read under the mask alone.
+            Read only under the mask.
     """
     counts = mask != 0
     values = rewards.double()
@@ -379,23 +382,22 @@ def generalized_advantages(
     gae_lambda: float,
     after_end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv
+    """Return advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv
     1506.02438, equation 16).
 
-    A row's tokens that count follow one another, whatever stands between them (what an environment said is no
-    action). For the k-th of them, with its reward r and the value v of the state before it::
+    A row's counted tokens form one sequence, whatever is between them: an environment's observation is not an
+    action. For the k-th of them, with its reward r and the value v of the state before it::
 
         d_k = r_k + discount v_{k+1} - v_k
-        A_k = d_k + discount gae_lambda A_{k+1},  0 behind the last one
+        A_k = d_k + discount gae_lambda A_{k+1},  0 after the last one
         return_k = A_k + v_k
 
     Args:
-        rewards: [B, S] float, column t of token t; read under the mask alone, as all others.
+        rewards: [B, S] float, column t of token t; read only under the mask, as all other inputs.
         values: [B, S] float, column t of the state before token t (``values_before``).
         mask: [B, S], not 0 for tokens that the policy sampled, in valid rows.
         discount, gae_lambda: in [0, 1].
-        after_end: [B] float, the value of the state behind the last token, for rows that were cut off; None
-            for 0.
+        after_end: [B] float, the value of the state after the last token, for truncated rows; None for 0.
 
     Returns:
         Advantages and returns; 0 where nothing counts.
@@ -417,8 +419,8 @@ def generalized_advantages(
 
 
 def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | None = None) -> Tensor:
-    """[B, S] float64: the reward of an answer at the last of its tokens that count, less each token's own
-    penalty; 0 elsewhere.
+    """Return [B, S] float64: the reward of a response at the last of its counted tokens, minus each token's
+    own penalty; 0 elsewhere.
 
     Args:
         rewards: [B] float, read in rows in which something counts.
@@ -433,9 +435,9 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | N
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is always
-    right, 0 for one that knows their mean alone; 0 too where all returns are alike, and there is nothing to
-    explain."""
+    """Return 1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is
+    always correct, 0 for one that knows only the mean of the returns. Return 0 too if all returns are equal,
+    so that there is no variance to explain."""
     counts = mask != 0
     found, said = returns[counts].double(), values[counts].double()
     if not len(found) or agree(found):
@@ -444,24 +446,25 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def values_before(values: Tensor) -> Tensor:
-    """[B, S]: column t is the value of the state before token t, from what a model says at each token, [B,
-    S]; column 0 is 0."""
+    """Return [B, S] whose column t is the value of the state before token t, from a model's value at each
+    token, [B, S]; column 0 is 0."""
     return torch.nn.functional.pad(values[:, :-1], (1, 0))
 
 
 def _to_the_end(penalties: Tensor) -> Tensor:
-    """The sum of each token's value and those of all later ones, [B, S]."""
+    """Return the sum of each token's value and those of all later ones, [B, S]."""
     return penalties.flip(1).cumsum(1).flip(1)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Values under a mask minus their mean, divided by their population deviation, in float64; 0 elsewhere.
+    """Return values under a mask minus their mean, divided by their population deviation, in float64; 0
+    elsewhere.
 
-    Mean and deviation are those of all values given: whoever has a share of a batch only gets something else.
-    Values that differ by rounding alone give 0.
+    Mean and deviation are those of all given values, so a share of a batch gives other results. Values that
+    differ by rounding only give 0.
 
     Args:
-        values: any shape, float; read under the mask alone.
+        values: any shape, float; read only under the mask.
         mask: the same shape, not 0 for values that count.
     """
     counts = mask != 0
@@ -475,25 +478,25 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Advantages within bounds, of which None is none."""
+    """Clip advantages to bounds; None is no bound."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def agree(values: Tensor) -> bool:
-    """Tell whether numbers [n] are all the same but for rounding, so that none of a group of such rewards has
-    an advantage."""
+    """Return whether numbers [n] differ by rounding only, so that none of a group of such rewards has an
+    advantage."""
     values = values.double()
     return bool(_agreed(values.std(correction=0), values.mean()))
 
 
 def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
-    """Tell whether values of that deviation and mean differ by rounding alone."""
+    """Return whether values with this deviation and mean differ by rounding only."""
     return deviation <= _ROUNDING * mean.abs().clamp(min=1.0)
 
 
 def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
-    """The number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that do not
-    fit raise BatchError."""
+    """Return the number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that
+    do not fit raise BatchError."""
     if prompts.ndim != 2 or rewards.shape != prompts.shape[:1] or valid_mask.shape != rewards.shape:
         raise BatchError(
             f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask "

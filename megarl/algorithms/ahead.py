@@ -1,12 +1,12 @@
-"""Batches sampled while the policy trains: engines sample the batch of a later step while one trains.
+"""Batches sampled ahead: engines sample the batch of a later step while the policy trains.
 
-The batch of step n is sampled with the weights behind step n - 1 - k: engines get the weights of step n - 1
-before it begins, and sample that of step n + k with them meanwhile. Which weights answer what so follows from
-the step alone, and not from who is faster. Both meet at the end of a step, where the engines are up to date
-again, and a checkpoint can keep the k batches that wait.
+The batch of step n is sampled with the weights after step n - 1 - k: engines get the weights of step n - 1
+before step n begins, and meanwhile sample the batch of step n + k with them. So the step alone decides which
+weights sample what, whichever side is faster. Both sides synchronise at the end of a step; then the engines
+get new weights, and a checkpoint can keep the k waiting batches.
 
-A validation of the weights of step n - 1 goes on beside step n too, behind the sampling: the engines have
-these weights until the step ends.
+A validation of the weights of step n - 1 also runs during step n, after the sampling: the engines keep these
+weights until the step ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
-    """Call something that asks engines, again with new ones where it fails because they are lost."""
+    """Call a function that uses engines; if it fails because they are lost, replace them and call it again."""
     while True:
         try:
             return call()
@@ -46,11 +46,11 @@ def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
 
 @dataclass
 class HeldEngines:
-    """Engines for a collector, whose weights change only where nobody samples beside training.
+    """Engines for a collector, whose weights are not changed while they sample during training.
 
     Attributes:
-        refit: brings their weights.
-        held: somebody samples.
+        refit: sends them weights.
+        held: whether they are sampling.
     """
 
     refit: Refit
@@ -62,13 +62,12 @@ class HeldEngines:
         return self.refit.generation
 
     def bring_up_to_date(self) -> None:
-        """Give the engines the policy's weights, but not while it trains."""
+        """Send the policy's weights to the engines, unless they are held."""
         if not self.held:
             self.refit.bring_up_to_date()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines; while the policy trains, the weights that they would have to have are no longer
-        there.
+        """Start new engines; while the policy trains, the weights that they would need no longer exist.
 
         Raises:
             WorkerLostError: the batch has to be sampled again from the newest checkpoint on, which the run
@@ -87,16 +86,16 @@ class HeldEngines:
 
 
 class SamplingAhead(ValidatesBeside):
-    """Gives the batch of each step, and has that of a later one sampled meanwhile.
+    """The source that returns the batch of each step while the batch of a later step is being sampled.
 
     Args:
         sample: samples the batch of a step.
-        lag: k, steps between.
-        last_step: of the run, behind which nothing is sampled; None where it is not known.
-        engines: that sample.
-        waiting: batches that were sampled and not trained on yet, by their steps; changed here.
-        timer: of the step; gets the phases of what was sampled meanwhile when it is there.
-        own_timer: told the phases of sampling.
+        lag: k, the number of steps between sampling and training.
+        last_step: of the run, after which nothing is sampled; None if unknown.
+        engines: engines that sample.
+        waiting: batches that were sampled but not trained on yet, by their steps; changed here.
+        timer: of the step; receives the phases of the sampling when its batch is returned.
+        own_timer: receives the phases of sampling as they happen.
     """
 
     metrics: Mapping[str, float] = {}
@@ -123,8 +122,8 @@ class SamplingAhead(ValidatesBeside):
         self._done_at = 0.0
 
     def next(self, step: int) -> Sampling:
-        """The batch of a step; that of step + lag is sampled from now on, with the weights that the policy
-        has now."""
+        """Return the batch of a step, and begin to sample that of step + lag with the policy's current
+        weights."""
         for early in range(step, step + self._lag):
             # the first steps of a run have nobody to sample for them,
             # nor has one that goes on from a checkpoint without batches
@@ -144,10 +143,10 @@ class SamplingAhead(ValidatesBeside):
         return self._waiting.pop(step)
 
     def settle(self) -> None:
-        """Wait for what is being sampled and validated, at the end of a step.
+        """Wait at the end of a step for the sampling and the validation in progress.
 
         Raises:
-            MegarlError: that has failed.
+            MegarlError: one of them has failed.
         """
         if self._coming is None:
             return
@@ -172,7 +171,7 @@ class SamplingAhead(ValidatesBeside):
         self._waiting.load(directory, data)
 
     def close(self) -> None:
-        """Begin nothing more. What is being sampled ends when its engines do."""
+        """Begin nothing more. Sampling in progress ends when its engines do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _is_behind_the_end(self, step: int) -> bool:

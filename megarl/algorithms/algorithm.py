@@ -1,9 +1,10 @@
-"""Algorithms: what one is, what it is made of, and the roles that models play in it.
+"""Algorithms: their interface, the parts that they work with, and the roles of their models.
 
-An algorithm is one file: a class with its configuration sections, what it needs, and how a step goes. The
-built-in ones are listed in ``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs one of a
-user's own. A configuration is checked by what the class says, and that loads neither torch nor Ray: such a
-file imports them where it uses them.
+An algorithm is one file: a class with its configuration sections, its requirements, and its step. The
+built-in
+ones are listed in ``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs a user's own. A
+configuration is checked against the class without loading torch or Ray: such a file imports them where it
+uses them.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ class Parts:
 
     Attributes:
         config: of the whole run.
-        models: by role; those of the roles that have workers of their own.
-        refit: engines beside the actor; None where it generates itself, or nothing is generated.
+        models: by role; only roles that have workers of their own.
+        refit: weight transfer to the actor's engines; None if it generates itself, or if nothing is
+            generated.
         tokenizer: of the actor.
-        environment: rewards responses; None for an algorithm that generates none.
+        environment: scores responses; None for an algorithm that generates none.
         train_data, validation_data: the records; None for no validation.
         sampler: the order of the training data.
-        timer: told the phases of a step.
+        timer: records the phases of a step.
         skipped: trains, and keeps batches that could not be trained on.
         sample_log: keeps samples for people to read; None for none.
-        turns: whose turn it is on the devices. A step of a run with several models takes the turn of a model
-            before it calls it, and that of the actor before samples are collected.
-        last_step: number of the last step; None where it is not known.
+        turns: time-sharing of the devices. A step of a run with several models calls ``take`` before it uses
+            a model, and for the actor before samples are collected.
+        last_step: number of the last step; None if unknown.
     """
 
     config: RunConfig
@@ -69,13 +71,13 @@ class Parts:
 
 
 class Algorithm(AlgorithmSpec, ABC):
-    """One way to train.
+    """A way to train.
 
     Attributes:
         sampler: the order of the training data, whose state a checkpoint keeps.
 
     Args:
-        parts: what it is made of.
+        parts: models, data and tools of the run.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -83,33 +85,34 @@ class Algorithm(AlgorithmSpec, ABC):
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples)
-        among them."""
+        """Train once; ``step`` counts from 1. Return the step's metrics, including ``num_tokens`` (of the
+        samples)."""
 
     def is_warming_up(self, step: int) -> bool:
-        """Return whether ``step`` is one of the first, which lack some metrics of the others."""
+        """Return whether ``step`` is one of the first, which lack some metrics of the later ones."""
         del step
         return False
 
     def validate(self) -> dict[str, float]:
-        """Metrics on the validation data; empty without any. Changes nothing."""
+        """Return metrics on the validation data, empty without such data. Changes no state."""
         return {}
 
     def validate_beside(self) -> bool:
-        """Have the last step validated while the next one trains, with the current weights; return False
-        where this run cannot, and ``validate`` is to be called."""
+        """Start a validation of the current weights that runs during the next step; return False if this run
+        cannot, so that ``validate`` must be called."""
         return False
 
     def validated_beside(self) -> dict[str, float] | None:
-        """Return at the end of a step the figures of the validation that ``validate_beside`` has put beside
-        it; None, and give it up, where no step has followed."""
+        """Return at the end of a step the metrics of the validation that ``validate_beside`` started; None if
+        no step has followed, and the validation is then abandoned."""
         return None
 
     def save(self, directory: Path) -> None:
-        """Write into a checkpoint what a resumed run needs beside models and the order of the data."""
+        """Write the state that a resumed run needs besides models and the order of the data into a
+        checkpoint."""
 
     def load(self, directory: Path) -> None:
-        """Read what ``save`` wrote, before the first step of a resumed run."""
+        """Read the state that ``save`` wrote, before the first step of a resumed run."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Release everything that the algorithm holds."""

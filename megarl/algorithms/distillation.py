@@ -1,5 +1,6 @@
-"""On-policy distillation: the policy samples, and learns to give what it sampled the probability that a
-teacher gives it (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
+"""On-policy distillation: the policy samples responses, and learns to give them the probability that a
+teacher
+gives them (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
 
 
 class Distillation(Sampled):
-    """One step samples responses, asks the teacher of each about its tokens, and trains on them. Rewards are
-    only measured."""
+    """On-policy distillation. A step samples responses, queries the teacher of each about its tokens, and
+    trains on them. Rewards are only measured."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"distillation": DistillationConfig, "env": EnvConfig, "loss_fn": ClippedPGLossConfig}
@@ -115,12 +116,12 @@ class Distillation(Sampled):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The actor, a reference where the loss has a divergence from it, and the teachers."""
+        """Return the actor, a reference if the loss has a divergence from it, and the teachers."""
         penalty = at(config, "loss_fn.reference_policy_kl_penalty") or 0
         return ACTOR, *([REFERENCE] if penalty > 0 else []), *_teacher_roles(config)
 
     def step(self, step: int) -> dict[str, float]:
-        """Sample responses to the next prompts, ask the teachers, and train on them."""
+        """Sample responses to the next prompts, query the teachers, and train."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.collector import add_metrics, part_metrics
         from megarl.rollout.segment_rows import SegmentRows
@@ -168,8 +169,8 @@ class Distillation(Sampled):
         return add_metrics(own, [rollouts.metrics])
 
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Compute what the loss reads that is the policy's own, and metrics of it: for a policy gradient the
-        log-probabilities of the policy before the update, and of the reference where it is needed."""
+        """Compute the policy's own columns that the loss reads, and their metrics: for a policy gradient the
+        log-probabilities of the policy before the update, and of the reference if needed."""
         from megarl.rollout.samples import mismatch_metrics
 
         if self.is_topk:
@@ -183,7 +184,7 @@ class Distillation(Sampled):
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 
     def _rows_of_teachers(self, records: list[int]) -> Iterator[tuple[str, list[int]]]:
-        """The rows of each teacher that has some, in the order of the teachers."""
+        """Yield the rows of each teacher that has any, in the order of the teachers."""
         # Records count through the sources, in their order.
         ends = [source.end for source in self.train_data.sources]
         names = [
@@ -197,8 +198,8 @@ class Distillation(Sampled):
                 yield name, rows
 
     def _ask_teachers(self, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]) -> Tensor:
-        """[B, S] float32, the teachers' log-probabilities of the tokens; 0 at those that do not count. Adds
-        to the batch what they say of others."""
+        """Return the teachers' log-probabilities of the tokens, [B, S] float32, 0 at tokens that do not
+        count. Add the teachers' columns for other tokens to the batch."""
         import torch
 
         from megarl.algorithms.distillation_loss import TOPK_INDICES, TOPK_LOGITS
@@ -233,9 +234,9 @@ class Distillation(Sampled):
     def advantages(
         self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """[B, S] float32, log p_teacher - log p_policy of each token that counts, within their bounds (MOPD,
-        equation 8); and their extremes. They are numbers: nothing of the policy's gradient goes through
-        them."""
+        """Return log p_teacher - log p_policy of each token that counts, [B, S] float32, clipped to the
+        bounds (MOPD, equation 8), and the minimum and maximum as metrics. The result is detached: no gradient
+        of the policy flows through it."""
         from megarl.algorithms.advantages import clipped
 
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
@@ -259,8 +260,8 @@ def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
 def _divergences(
     apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]
 ) -> dict[str, float]:
-    """``sampled_reverse_kl``, the mean over the sampled tokens of log p_policy - log p_teacher, which
-    estimates KL(policy || teacher) a token; of several teachers also that of each."""
+    """Return ``sampled_reverse_kl``, the mean over the sampled tokens of log p_policy - log p_teacher, which
+    estimates KL(policy || teacher) per token; with several teachers also that of each."""
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
     def mean(rows: Any) -> float:

@@ -31,7 +31,7 @@ _LEAST_REST = 16
 
 class DistillationLossDataDict(TypedDict):
     """The batch of ``DistillationLossFn``: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as
-    ``Policy.get_topk_logits`` of the teacher gives them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
+    the teacher's ``Policy.get_topk_logits`` returns them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
 
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
@@ -40,13 +40,13 @@ class DistillationLossDataDict(TypedDict):
 
 
 class DistillationLossFn:
-    """Divergence between the teacher's distribution of a token, p, and the policy's, q, in front of tokens
-    that the policy sampled (GKD, arXiv 2306.13649, on samples of the policy alone).
+    """Divergence between the teacher's distribution of a token, p, and the policy's, q, at tokens that the
+    policy sampled (GKD, arXiv 2306.13649, on samples of the policy alone).
 
-    With T the teacher's K most likely tokens, over the distributions P and Q that ``outside_topk`` makes of p
-    and q::
+    With T the teacher's K most likely tokens, the divergence is over the distributions P and Q that
+    ``outside_topk`` builds from p and q::
 
-        rest           P = (p_v for v in T, 1 - sum over T of p_v), and Q of q alike
+        rest           P = (p_v for v in T, 1 - sum over T of p_v), and Q from q likewise
         renormalize    P = p_v / sum over T of p, Q = q_v / sum over T of q, for v in T
 
         forward        KL(P || Q) = sum P (log P - log Q)
@@ -54,14 +54,15 @@ class DistillationLossFn:
         mixed          mixed_kl_weight forward + (1 - mixed_kl_weight) reverse
 
     With ``rest`` all other tokens are one outcome. By the log-sum inequality the divergence is at most that
-    over the vocabulary, grows with K and is that for K = vocabulary; its gradient also moves probability into
-    T and out of it. That probability is the difference of 1 and a sum, known to about 1e-6 in float32, and
-    what is less counts as that much, with no gradient. With ``renormalize`` the divergence is that of what is
-    drawn given that it is in T, and has no gradient on how probable T itself is.
+    over the vocabulary, grows with K and equals it for K = vocabulary; its gradient also moves probability
+    into T and out of it. The probability of that outcome is the difference of 1 and a sum, known to about
+    1e-6 in float32; a smaller one is replaced by that bound, without a gradient. With ``renormalize`` the
+    divergence is that of a token sampled given that it is in T, and has no gradient on the probability of T
+    itself.
 
     The loss is the mean over the valid tokens of the global batch. The tokens count as given, as in
     supervised learning: their dependence on the policy has no gradient here (as in GKD). Both distributions
-    are of one temperature, that of the policy's sampling.
+    have one temperature, that of the policy's sampling.
 
     ``forward_kl`` and ``reverse_kl`` are the means of both divergences whatever the loss is, ``teacher_mass``
     and ``policy_mass`` those of the probability of T.
@@ -92,7 +93,7 @@ class DistillationLossFn:
         next_token_logprobs: Tensor,
         scored_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data is a ``DistillationLossDataDict``.
+        """Return loss and metrics, see ``LossFunction``. The data is a ``DistillationLossDataDict``.
 
         Raises:
             BatchError: a key or the policy's log-probabilities of the teacher's tokens are missing, or a
@@ -129,7 +130,8 @@ class DistillationLossFn:
         return loss, metrics
 
     def _outcomes(self, logarithms: Tensor) -> Tensor:
-        """Logarithms of a distribution of K or K + 1 outcomes from log-probabilities [..., K] of tokens."""
+        """Return the log-probabilities of the outcomes, [..., K] or [..., K + 1], from those of K tokens
+        [..., K]. With ``rest`` all other tokens are outcome K + 1."""
         total = logarithms.logsumexp(dim=-1, keepdim=True)
         if not self.has_rest:
             return logarithms - total
@@ -138,11 +140,11 @@ class DistillationLossFn:
 
 
 def _log_of_rest(total: Tensor, least: float) -> Tensor:
-    """log(1 - exp(total)), at least log(least), with no gradient there.
+    """Return log(1 - exp(total)), at least log(least), without a gradient at that bound.
 
-    Neither form is right everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): the
-    logarithm of a rest near 1 is lost in the difference, and torch's derivative of expm1 is expm1 + 1, of
-    which a small exp(total) keeps four digits in float32. One near 0 is lost in log1p.
+    No single form is accurate everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): near a
+    rest of 1 the logarithm is lost in the difference, and torch's derivative of expm1 is expm1 + 1, of which
+    a small exp(total) keeps four digits in float32. Near a rest of 0 it is lost in log1p.
     """
     is_small = total < -math.log(2)
     # both branches are computed, and a gradient of the one not taken has to be finite to be dropped
@@ -152,15 +154,15 @@ def _log_of_rest(total: Tensor, least: float) -> Tensor:
 
 
 def _divergence(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of distributions [..., outcomes] given by their logarithms. What cannot be drawn by
-    ``one`` has no part."""
+    """Return KL(one || other) of distributions [..., outcomes] given by their logarithms. Outcomes that
+    ``one`` cannot have contribute nothing."""
     can_be = one != -torch.inf
     one, other = torch.where(can_be, one, 0.0), torch.where(can_be, other, 0.0)
     return torch.where(can_be, one.exp() * (one - other), 0.0).sum(dim=-1)
 
 
 def _checked(data: BatchedDataDict, next_token_logprobs: Tensor, scored: Tensor | None) -> Tensor:
-    """The policy's log-probabilities of the teacher's tokens, where they and the batch fit together."""
+    """Return the policy's log-probabilities of the teacher's tokens, after checking that they fit the batch."""
     rows, predictions = next_token_logprobs.shape
     count = None if TOPK_LOGITS not in data or data[TOPK_LOGITS].ndim != 3 else data[TOPK_LOGITS].shape[2]
     expected = {

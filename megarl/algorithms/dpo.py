@@ -1,5 +1,6 @@
-"""Direct preference optimisation: raise what is preferred against what is not, measured against a reference
-policy (arXiv 2305.18290)."""
+"""Direct preference optimisation: raise the probability of the preferred answer against the rejected one,
+measured
+against a reference policy (arXiv 2305.18290)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class DPOConfig(DPOLossConfig, SupervisedConfig):
 
 
 class DPO(Supervised):
-    """One step trains on one global batch of pairs, each a better and a worse answer one after the other."""
+    """Direct preference optimisation. A step trains on one global batch of pairs, in which a better answer
+    precedes a worse one."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"dpo": DPOConfig})
     PAIRS = True
@@ -62,11 +64,11 @@ class DPO(Supervised):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The actor, and the reference."""
+        """Return the actor and the reference."""
         return ACTOR, REFERENCE
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """A ``DPOLossDataDict`` of these pairs, with what the reference policy says of them."""
+        """Return a ``DPOLossDataDict`` of these pairs, with the reference policy's log-probabilities."""
         from megarl.algorithms.train_results import scored_tokens
 
         batch = super().batch(data, records, rows)
@@ -81,7 +83,7 @@ class DPO(Supervised):
         return batch
 
     def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
-        """Means over the pairs of a global batch."""
+        """Return means over the pairs of a global batch."""
         metrics = super().metrics(result)
         return {
             **metrics,
@@ -89,6 +91,6 @@ class DPO(Supervised):
         }
 
     def validated(self) -> Sequence[str]:
-        """The loss and its parts, accuracy, and the rewards."""
+        """Return the names of the loss and its parts, accuracy, and the rewards."""
         means = ("loss", "preference_loss", "sft_loss", "accuracy")
         return (*means, "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")

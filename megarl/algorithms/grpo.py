@@ -59,7 +59,7 @@ class AdvEstimatorConfig(TypedDict):
 
 
 class RewardedConfig(SampledConfig):
-    """Training on sampled answers by their rewards: what GRPO and PPO have in common."""
+    """Training on sampled responses by their rewards: the keys that GRPO and PPO share."""
 
     reward_model_weight: NotRequired[
         Annotated[
@@ -219,7 +219,8 @@ class GRPOConfig(RewardedConfig):
 
 
 class GRPO(Sampled):
-    """One step samples several responses to each of some prompts and trains on all of them."""
+    """Group-relative policy optimisation. A step samples several responses to each of its prompts and trains
+    on all of them."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
@@ -260,8 +261,8 @@ class GRPO(Sampled):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The actor, a reference where the loss has a divergence from it, and a reward model where there is a
-        section for one."""
+        """Return the actor, a reference if the loss has a divergence from it, and a reward model if it has a
+        section."""
         reference = (REFERENCE,) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else ()
         return (
             ACTOR,
@@ -347,8 +348,7 @@ class GRPO(Sampled):
         return self.train_policy(batch, step, rollouts, epochs)
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Answers to some prompts, with the score of the reward model in their rewards, where there is
-        one."""
+        """Sample responses to some prompts; if there is a reward model, its score is part of their rewards."""
         rollouts = super().collect(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)
@@ -360,8 +360,8 @@ class GRPO(Sampled):
         return rollouts
 
     def _add_scores(self, samples: BatchedDataDict[Any], model: Policy) -> None:
-        """Put the scores of answers into ``reward``, and into ``reward/reward_model`` without their weight;
-        how right an answer is stays what the environment says.
+        """Add the reward model's scores to ``reward``, and store them in ``reward/reward_model`` without
+        their weight; the accuracy of a response stays the environment's.
 
         Raises:
             NonFiniteError: a score is NaN or infinite.
@@ -396,7 +396,7 @@ class GRPO(Sampled):
         )
 
     def sample(self, step: int) -> Sampling:
-        """Sample answers to the next prompts; with dynamic sampling, until enough of them have a signal."""
+        """Sample responses to the next prompts; with dynamic sampling, until enough prompts have a signal."""
         from megarl.rollout.dynamic_sampling import DynamicSampling
         from megarl.rollout.samples import seeds_from
 
@@ -425,10 +425,10 @@ class GRPO(Sampled):
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """Return whether a pass computes the log-probabilities of the policy before the update.
+        """Whether a pass computes the log-probabilities of the policy before the update.
 
-        A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must
-        not train on a large one, or rewards depend on them.
+        A ratio of 1 needs none, and the mismatch is then measured while training, unless the step must not
+        train on a large mismatch, or rewards depend on the log-probabilities.
         """
         bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
         return (
@@ -438,11 +438,11 @@ class GRPO(Sampled):
         )
 
     def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """Measure how far generation and policy are apart. Leaves sequences that are too far apart out of the
-        batch, by its ``sample_mask``, and with a segment all others of its response.
+        """Measure the difference between generation and policy. Sequences that differ too much are left out
+        of the batch by its ``sample_mask``, and with one segment all others of its response.
 
         Raises:
-            MismatchError: they are too far apart to train.
+            MismatchError: the difference is too large to train.
         """
         from megarl.rollout.samples import check_mismatch, masked_far_apart, mismatch_metrics
         from megarl.rollout.segment_rows import SegmentRows
@@ -477,10 +477,10 @@ class GRPO(Sampled):
     def advantages(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, float]]:
-        """[B, 1] or, of tokens, [B, S] float32, 0 in rows and at tokens that do not count; and metrics of the
-        rewards they are made of.
+        """Return advantages [B, 1], or [B, S] of tokens, float32, 0 in rows and at tokens that do not count;
+        and metrics of their rewards.
 
-        Groups are those of all rewarded samples, also where the mismatch has left a row out of training.
+        Groups are those of all rewarded samples, even if the mismatch has left a row out of training.
         """
         import torch
 
@@ -500,8 +500,8 @@ class GRPO(Sampled):
     def penalties_of(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """[B, S] what the divergence from the reference takes from the reward of each token, None where it
-        takes nothing; and metrics.
+        """Return [B, S], the divergence from the reference that is subtracted from the reward of each token,
+        or None if none is; and metrics.
 
         Responses left out of training keep theirs, because they stay in the groups that the others are
         compared with.
@@ -519,8 +519,8 @@ class GRPO(Sampled):
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before
-        the update, and of the reference, where needed."""
+        """Return a ``ClippedPGLossDataDict`` without its advantages, with the log-probabilities of the policy
+        before the update, and of the reference, if needed."""
         previous = self.needs_previous_logprobs and not self.anchors_at_engine
         batch = self.batch_of(
             samples, previous=previous, reference=bool(self.loss_config["reference_policy_kl_penalty"])
@@ -531,7 +531,7 @@ class GRPO(Sampled):
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
-    """[B] the mean advantage of each row's tokens that count, from [B, 1] or [B, S]."""
+    """Return the mean advantage of each row's tokens that count, [B], from [B, 1] or [B, S]."""
     if advantages.shape[1] == 1:
         return advantages.squeeze(1)
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Losses: the protocol between an algorithm and the engine that runs its micro-batches."""
+"""Losses: the protocol between an algorithm and the training engine that runs its micro-batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class LossType(Enum):
-    """By what a loss divides: the valid target tokens or the valid sequences of the whole global batch."""
+    """The normaliser of a loss: the valid target tokens or the valid sequences of the whole global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(Enum):
-    """The kind of numbers that the engine hands to a loss."""
+    """The kind of numbers that the training engine passes to a loss."""
 
     LOGPROB = "logprob"
     VALUE = "value"
@@ -40,15 +40,15 @@ class LossFunction(Protocol):
     Attributes:
         loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
         input_type: ``LossInputType.LOGPROB``; or ``VALUE`` for a loss of a model that scores, which is called
-            with ``values`` in the place of ``next_token_logprobs``: [B, S] float, column i what the model
-            says at token i from all tokens up to it, 0 beyond ``input_lengths``.
+            with ``values`` instead of ``next_token_logprobs``: [B, S] float, column i is the model's value at
+            token i, computed from all tokens up to it, 0 beyond ``input_lengths``.
         metric_reductions: how each metric combines over micro-batches and ranks.
         skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches
             the loss, a gradient or a metric. Log-probabilities are then not computed there, and are 0.
-        needs_entropies: optional; True asks for the keyword argument ``next_token_entropies`` too, [B, S-1]
+        needs_entropies: optional; True requests the keyword argument ``next_token_entropies`` too, [B, S-1]
             float, differentiable: column i has the entropy, in nats, of the distribution that token i+1 is
-            sampled from, with the temperature and what top-k and top-p keep.
-        scored_tokens: optional; a key of the data, [B, S, K] token ids, asks for the keyword argument
+            sampled from, after temperature, top-k and top-p.
+        scored_tokens: optional; a key of the data, [B, S, K] token ids, requests the keyword argument
             ``scored_logprobs`` too, [B, S-1, K] float, differentiable: column i has the log-probabilities
             that the distribution of token i+1 gives to the tokens in column i of the data. Sampling has to
             keep all tokens. Both parameters need a default: the check before the start calls without them.
@@ -67,14 +67,14 @@ class LossFunction(Protocol):
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of one micro-batch.
+        """Return loss and metrics of one micro-batch.
 
         Args:
             data: the micro-batch, tensors [B, S] and [B]. A loss of GRPO finds ``advantages`` and
                 ``generation_logprobs``; ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true;
-                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. Where
-                rows are segments of responses, ``response_tokens`` [B] int64 counts the tokens under the
-                masks of all rows of a row's response.
+                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If rows
+                are segments of responses, ``response_tokens`` [B] int64 counts the tokens under the masks of
+                all rows of a row's response.
             global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response
                 add up to 1.
             global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global
@@ -94,15 +94,15 @@ def reads_values(loss_fn: object) -> bool:
 
 
 def check_loss(loss_fn: object, *, scores: bool = False) -> None:
-    """Refuse what cannot be called as a ``LossFunction``, such as a loss written for logits, before a worker
-    is.
+    """Refuse an object that cannot be called as a ``LossFunction``, such as a loss written for logits, before
+    a worker is started.
 
     Args:
         loss_fn: the loss.
-        scores: the model scores, and gives values instead of log-probabilities.
+        scores: the model scores, and returns values instead of log-probabilities.
 
     Raises:
-        ConfigError: says what it takes, and what a loss takes.
+        ConfigError: with the object's parameters, and those of a loss.
     """
     name = (
         type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")

@@ -1,9 +1,10 @@
 """The losses: clipped policy gradient, negative log-likelihood and direct preference optimisation.
 
 Every loss takes next-token log-probabilities and divides by a global normaliser, so that losses, gradients
-and (unless declared otherwise in ``metric_reductions``) metrics of a global batch are plain sums over
-micro-batches and data-parallel ranks. Values under a zero mask never reach a loss or a gradient, whatever
-they hold. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to line up with the S - 1
+and
+(unless declared otherwise in ``metric_reductions``) metrics of a global batch are plain sums over
+micro-batches and data-parallel ranks. Values under a zero mask never reach a loss or a gradient, even if they
+are NaN. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to match the S - 1
 predictions.
 """
 
@@ -44,7 +45,7 @@ __all__ = [
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """Columns of a batch that ``ClippedPGLossFn`` reads: [B, S], ``sample_mask`` [B]."""
+    """Batch columns read by ``ClippedPGLossFn``: [B, S] tensors, except ``sample_mask`` [B]."""
 
     input_ids: Tensor
     advantages: Tensor
@@ -56,8 +57,8 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(TypedDict):
-    """Columns of a batch that ``DPOLossFn`` reads. Rows alternate chosen, rejected.
-    ``reference_policy_logprobs`` [B, S] is rolled left by one position."""
+    """Batch columns read by ``DPOLossFn``. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B,
+    S] is rolled left by one position."""
 
     input_ids: Tensor
     reference_policy_logprobs: Tensor
@@ -66,7 +67,7 @@ class DPOLossDataDict(TypedDict):
 
 
 ENTROPY = "entropy"
-"""Metric: the mean over tokens of the entropy of the distribution that a token is drawn from, in nats."""
+"""Metric: the mean over tokens of the entropy of the distribution that a token is sampled from, in nats."""
 KL_CLAMPED = "kl_clamped_share"
 """Metric: the share of tokens whose divergence, or the difference of log-probabilities in it, was clamped."""
 OUT_OF_BOUNDS = "is_oob_ratio"
@@ -86,7 +87,7 @@ class ClippedPGLossFn:
 
         clipped = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))
         clipped = min(clipped, -A ratio_clip_c)    where A < 0, with ratio_clip_c
-        clipped = -sg(clip(r, ...)) A current      with use_cispo, in place of both
+        clipped = -sg(clip(r, ...)) A current      with use_cispo, instead of both
         loss    = mean(w clipped) + mean(v beta k(current, reference)) - entropy_coef mean(entropy)
         w       = exp(previous - generation)       with use_importance_sampling_correction, else 1
         v       = sg(exp(current - generation))    with use_on_policy_kl_approximation, else 1
@@ -97,51 +98,51 @@ class ClippedPGLossFn:
 
     With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its
     tokens of current - previous) and the weight w = exp(mean of previous - generation) (GSPO, arXiv
-    2507.18071, equation 7). Where its gradient is that of ``token``, a token's ratio is sg(s) exp(current -
+    2507.18071, equation 7). If the gradient is that of ``token``, a token's ratio is sg(s) exp(current -
     sg(current)) (GSPO-token, equation 14).
 
-    The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it
-    has a score-function part, k times the gradient of the log-probability, beside the gradient of k (arXiv
-    2506.09477, arXiv 2512.21852): ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that part out,
-    as arXiv 2402.03300 and most trainers do: for k3 its expectation is the gradient of the divergence only in
-    the limit of equal policies. For k2 it is that gradient.
+    The gradient of a divergence is that of an expectation over samples that the policy itself samples, so it
+    has a score-function part, k times the gradient of the log-probability, in addition to the gradient of k
+    (arXiv 2506.09477, arXiv 2512.21852): ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that
+    part out, as arXiv 2402.03300 and most trainers do: for k3 its expectation is the gradient of the
+    divergence only in the limit of equal policies. For k2 it is that gradient.
 
     The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no gradient
-    there. d = reference - current is clamped to +-``kl_input_clamp_value``, k to +-``kl_output_clamp_value``;
-    null is no clamp. These two bound the penalty's value and the size of its gradient, but never remove the
-    gradient: a token far from the reference is still pulled back. By the log-probability of a token the
-    gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the expectation 0); for k3's ``pathwise`` it
-    is v (1 - exp(d)), which is at least -v (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share
-    of tokens whose d or k a clamp changed.
+    beyond. d = reference - current is clamped to +-``kl_input_clamp_value``, k to
+    +-``kl_output_clamp_value``; null is no clamp. These two bound the penalty's value and the size of its
+    gradient, but never remove the gradient: a token far from the reference is still pulled back. By the
+    log-probability of a token the gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the
+    expectation 0); for k3's ``pathwise`` it is v (1 - exp(d)), which is at least -v
+    (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp changed.
 
     ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is
-    exactly 1, its gradient that of the log-probability. Further metrics then say how far ``generation`` is
-    from it (see ``megarl.rollout.samples.mismatch_metrics``).
+    exactly 1, its gradient that of the log-probability. Further metrics then measure the distance of
+    ``generation`` from it (see ``megarl.rollout.samples.mismatch_metrics``).
 
-    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm takes it
+    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm subtracts it
     (``kl_of_tokens``).
 
-    ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean
-    runs over the valid tokens of the global batch (``token_level_loss``), or first over each row's tokens and
-    then over the valid rows. ``sequence_normalizer`` stands for the number of a row's tokens there (Dr.GRPO,
-    arXiv 2503.20783). Rows that are segments of one response (``response_tokens``) are one row there: the
-    mean runs over the tokens of all of them. A ratio of a sequence is that of a segment.
+    ``disable_ppo_ratio`` replaces r and its clipped form by the log-probability itself. The mean is over the
+    valid tokens of the global batch (``token_level_loss``), or first over each row's tokens and then over the
+    valid rows; there ``sequence_normalizer`` replaces the number of a row's tokens (Dr.GRPO, arXiv
+    2503.20783). Rows that are segments of one response (``response_tokens``) count as one row there: the mean
+    is over the tokens of all of them. A ratio of a sequence is that of a segment.
 
     ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]:
-    ``tis`` takes min(w, bound) (truncated importance sampling), ``icepop`` 0 in the place of a w out of
-    bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of a sequence whose exp(mean of previous -
+    ``tis`` takes min(w, bound) (truncated importance sampling), ``icepop`` takes 0 for a w out of bounds
+    (arXiv 2510.18855), ``seq-mask-tis`` takes 0 for all tokens of a sequence whose exp(mean of previous -
     generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of tokens whose
-    weight that changed.
+    weight changed.
 
-    The entropy of a token is that of the whole distribution it is drawn from, not an estimate from the token,
-    so that its gradient is exact given the tokens before it, and no weight corrects it. It is read only with
-    an ``entropy_coef`` above 0; the metric ``entropy`` is its mean over tokens.
+    The entropy of a token is that of the whole distribution it is sampled from, not an estimate from the
+    token, so that its gradient is exact given the tokens before it, and no weight corrects it. It is read
+    only with an ``entropy_coef`` above 0; the metric ``entropy`` is its mean over tokens.
 
     Importance weights that are not finite count as 0, but infinite ones as the bound with ``tis``;
-    ``nonfinite_importance_weights`` says how many there were.
+    ``nonfinite_importance_weights`` is their number.
 
     Raises:
-        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together
+        ConfigError: ``ratio_clip_c`` is 1 or less, or settings contradict each other
             (``megarl.config.rules.losses.faults_of_loss``).
     """
 
@@ -217,7 +218,7 @@ class ClippedPGLossFn:
 
     @property
     def needs_entropies(self) -> bool:
-        """See ``LossFunction``."""
+        """Whether the loss reads entropies, see ``LossFunction``."""
         return self.entropy_coef > 0
 
     def __call__(
@@ -228,8 +229,8 @@ class ClippedPGLossFn:
         next_token_logprobs: Tensor,
         next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the reference is needed only with a
-        KL penalty.
+        """Return loss and metrics, see ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the
+        reference is needed only with a KL penalty.
 
         Raises:
             BatchError: a key or the entropies are missing, or a shape does not fit.
@@ -312,14 +313,14 @@ class ClippedPGLossFn:
         return loss, metrics
 
     def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
-        """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of
-        those of its tokens."""
+        """Return log ratios [B, S-1] of tokens; with ratios of sequences, each token gets its sequence's
+        mean."""
         if not self.sequence_level_ratios:
             return log_ratios
         return _row_sums(log_ratios, mask, average=True)[:, None].expand_as(log_ratios)
 
     def _ratios(self, current: Tensor, previous: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The probability ratio and its clipped form, both [B, S-1]."""
+        """Return the probability ratio and its clipped form, both [B, S-1]."""
         if self.disable_ppo_ratio:
             return current, current
         log_ratio = self._of_level(current - previous, mask)
@@ -330,8 +331,8 @@ class ClippedPGLossFn:
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
     def _bounded(self, weight: Tensor, log_weights: Tensor, mask: Tensor) -> Tensor:
-        """Importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms of
-        those of tokens."""
+        """Return importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms
+        of the tokens' weights."""
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
@@ -344,7 +345,7 @@ class ClippedPGLossFn:
         return torch.where((judged >= self.weight_min) & (judged <= self.weight_max), weight, 0.0)
 
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
-        """The objective of every token, [B, S-1], to be minimised."""
+        """Return the objective of every token, [B, S-1], to be minimised."""
         if self.use_cispo:
             # CISPO: the clipped ratio is a constant weight, so that clipped tokens keep a gradient.
             return -advantages * clamped.detach() * current
@@ -358,8 +359,8 @@ class ClippedPGLossFn:
     def _kl(
         self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The KL estimate of every token, without its coefficient, and 1 where a clamp changed it, else 0;
-        both [B, S-1]."""
+        """Return the KL estimate of every token, without its coefficient, and 1 where a clamp changed it,
+        else 0; both [B, S-1]."""
         _check_batch(
             "ClippedPGLossFn with reference_policy_kl_penalty > 0",
             data,
@@ -385,8 +386,8 @@ class ClippedPGLossFn:
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
     def _kl_slope(self, difference: Tensor) -> Tensor:
-        """Derivative of a token's KL estimate by its log-probability, from reference - current; with its
-        score-function part if exact."""
+        """Return the derivative of a token's KL estimate by its log-probability, from reference - current;
+        with its score-function part if exact."""
         if self.exact_kl_gradient:
             return -difference
         # expm1 keeps the digits of a small difference that 1 - exp(d) would lose.
@@ -399,8 +400,8 @@ class ClippedPGLossFn:
 
 
 def policy_loss(cfg: ClippedPGLossConfig) -> Any:
-    """The loss that ``loss_fn.function`` names: the clipped policy gradient, or a class of the user's own,
-    made of the section.
+    """Return the loss that ``loss_fn.function`` names: the clipped policy gradient, or a user's own class,
+    built from the section.
 
     Raises:
         ConfigError: nothing can be imported under that name.
@@ -410,8 +411,8 @@ def policy_loss(cfg: ClippedPGLossConfig) -> Any:
 
 
 def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor:
-    """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing
-    counts: what ``use_kl_in_reward`` takes from the rewards.
+    """Return the KL estimate of every token before the update, [B, S], without its coefficient, 0 where
+    nothing counts; ``use_kl_in_reward`` subtracts it from the rewards.
 
     Args:
         cfg: with the type of the estimate and its clamps.
@@ -445,10 +446,10 @@ class NLLLoss:
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``.
+        """Return loss and metrics, see ``LossFunction``.
 
         Args:
-            dpo_loss: return the loss of each row, [B], not normalised, in place of the scalar (and as the
+            dpo_loss: return the loss of each row, [B], not normalised, instead of the scalar (and as the
                 metric ``loss``).
             dpo_average_log_probs: divide each row's loss by its number of valid tokens. Only with
                 ``dpo_loss``.
@@ -518,7 +519,7 @@ class DPOLossFn:
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data is a ``DPOLossDataDict``.
+        """Return loss and metrics, see ``LossFunction``. The data is a ``DPOLossDataDict``.
 
         Raises:
             BatchError: a key is missing, a shape does not fit, or the number of rows is odd.
@@ -562,7 +563,7 @@ class DPOLossFn:
         return loss, metrics
 
     def _of_margins(self, margins: Tensor) -> Tensor:
-        """The loss of each pair, [pairs]."""
+        """Return the loss of each pair, [pairs]."""
         return (margins - 1 / (2 * self.beta)).square() if self.is_ipo else -logsigmoid(self.beta * margins)
 
 
@@ -587,7 +588,7 @@ def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, 
 
 
 def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) -> Tensor:
-    """The entropies, where they are there for every log-probability."""
+    """Return the entropies, after checking that every log-probability has one."""
     found = None if entropies is None else list(entropies.shape)
     if entropies is None or entropies.shape != next_token_logprobs.shape:
         raise BatchError(
@@ -598,7 +599,7 @@ def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) ->
 
 
 def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token mask [B, S-1], sample mask [B] and their product [B, S-1], in the dtype of the
+    """Return token mask [B, S-1], sample mask [B] and their product [B, S-1], in the dtype of the
     log-probabilities."""
     token_mask = data["token_mask"][:, 1:].to(next_token_logprobs.dtype)
     sample_mask = data["sample_mask"].to(next_token_logprobs.dtype)
@@ -606,16 +607,16 @@ def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, 
 
 
 def _valid_responses(data: Mapping[str, Any], sample_mask: Tensor, mask: Tensor) -> Tensor:
-    """The number of responses that count, 0-d: a row that is a segment of one is the share of its tokens that
-    it has."""
+    """Return the number of responses that count, 0-d. A row that is a segment of a response counts as its
+    share of the response's tokens."""
     if "response_tokens" not in data:
         return sample_mask.sum()
     return (mask.sum(dim=1) / data["response_tokens"].clamp(min=1)).sum()
 
 
 def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
-    """Sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows without any give
-    0)."""
+    """Return the sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows
+    without any give 0)."""
     sums = (torch.where(mask != 0, values, 0.0) * mask).sum(dim=-1)
     return sums / mask.sum(dim=-1).clamp(min=1.0) if average else sums
 
@@ -647,7 +648,7 @@ def _clamped(values: Tensor, bound: float | None) -> Tensor:
 def _masked_extreme(
     values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float
 ) -> Tensor:
-    """Smallest or largest unmasked value; the identity (an infinity) when there is none, so that later
-    reductions ignore it."""
+    """Return the smallest or largest unmasked value, or the identity (an infinity) if there is none, so that
+    later reductions ignore it."""
     filled = torch.where(mask != 0, values.detach(), identity)
     return reduce(filled) if filled.numel() else filled.new_full((), identity)

@@ -1,5 +1,7 @@
-"""Proximal policy optimisation with a critic: each token is judged by what a second model says of the states
-before and after it (PPO, arXiv 1707.06347, with generalized advantages, arXiv 1506.02438)."""
+"""Proximal policy optimisation with a critic: the advantage of a token compares the values that a second
+model
+gives to the states before and after it (PPO, arXiv 1707.06347, with generalized advantages, arXiv
+1506.02438)."""
 
 from __future__ import annotations
 
@@ -112,10 +114,11 @@ class PPOConfig(RewardedConfig):
 
 
 class PPO(GRPO):
-    """One step samples answers, asks the critic what their states are worth, and trains both models.
+    """Proximal policy optimisation. A step samples responses, queries the critic for the values of their
+    states, and trains both models.
 
-    It differs from GRPO in where advantages come from. The critic has workers of its own on the devices of
-    the actor; the two take turns.
+    It differs from GRPO in the source of its advantages. The critic has workers of its own on the devices of
+    the actor, which the two use one at a time.
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -150,23 +153,23 @@ class PPO(GRPO):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The actor, the critic, and a reference where the loss has a divergence from it."""
+        """Return the actor, the critic, and a reference if the loss has a divergence from it."""
         actor, *others = super().roles(config)
         return (actor, CRITIC, *others)
 
     def is_warming_up(self, step: int) -> bool:
-        """Return whether the critic alone is trained."""
+        """Return whether only the critic is trained."""
         return bool(step <= self.config["critic_warmup_steps"])
 
     def sample(self, step: int) -> Sampling:
-        """Sample answers to the next prompts: no answer is compared with others, so that each has a
-        signal."""
+        """Sample responses to the next prompts. Each has a signal, because responses are not compared with
+        others."""
         # Not GRPO's, which reads keys of dynamic sampling that the section of PPO does not have.
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Score samples; with ``values`` [B, S] as well: what the critic says at each token, before it is
-        trained."""
+        """Score samples as GRPO does, and add ``values`` [B, S]: the critic's value at each token, before it
+        is trained."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
 
         batch = super().score(samples)
@@ -183,8 +186,9 @@ class PPO(GRPO):
     def advantages(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, float]]:
-        """[B, S] float32, 0 at tokens that do not count; and metrics. The batch gets what the critic learns:
-        ``prev_values``, its word on the state before each token, and ``returns``, both [B, S] float32.
+        """Return advantages [B, S] float32, 0 at tokens that do not count, and metrics. Add the critic's
+        targets to the batch: ``prev_values``, its value of the state before each token, and ``returns``, both
+        [B, S] float32.
 
         Raises:
             NonFiniteError: a value is NaN or infinite.
@@ -232,8 +236,9 @@ class PPO(GRPO):
         return advantages.float(), metrics
 
     def _rewards_of_turns(self, samples: BatchedDataDict[Any], counts: Tensor) -> Tensor:
-        """[B, S] float64, what stands at the tokens that end turns; nothing where rewards stand at the end of
-        the conversation. What is said of a conversation as a whole, as by a reward model, always does."""
+        """Return [B, S] float64, the rewards at the tokens that end turns, or zeros if rewards are at the end
+        of the conversation. The reward of a conversation as a whole, as from a reward model, is always at its
+        end."""
         import torch
 
         if not self.config["rewards_by_turn"]:
@@ -245,7 +250,7 @@ class PPO(GRPO):
     def train(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
+        """Train the critic, and after the first ``critic_warmup_steps`` the actor too."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE

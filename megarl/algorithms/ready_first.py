@@ -1,13 +1,13 @@
-"""Batches of the groups of responses that are complete first.
+"""Batches of the groups of responses that complete first.
 
-Engines go on sampling while the policy trains, and over refits: a response that is not complete goes on with
-the new weights. Which groups make the batch of a step so depends on who was faster. The ledger of a run has
-the batches as they were trained on, and a run that reads them (``Replay``) repeats its training bit for bit
-without any engine.
+Engines keep sampling while the policy trains, and over refits: an unfinished response continues with the new
+weights. So timing decides which groups make up the batch of a step. The ledger of a run has the batches as
+they
+were trained on, and a run that reads them (``Replay``) repeats its training bit for bit without any engine.
 
-A validation of the weights of a step goes on during the next one. Engines answer it first, and sample only
-behind it: groups that go on over a refit would otherwise have to wait for its end, or it for theirs. The next
-step trains on groups that are complete by then, and waits where these are too few.
+A validation of the weights of a step runs during the next one. Engines sample its responses first, and sample
+for training only after it: otherwise groups that continue over a refit would have to wait for its end, or it
+for theirs. The next step trains on groups that are complete by then, and waits if these are too few.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The way from groups to batches.
+    """How groups become batches.
 
     Attributes:
         prompts: groups of a batch.
         lookahead: batches that are sampled, or wait, while a step trains.
-        most_age: steps of training between the oldest weights that sampled a response and those that it
-            trains.
-        drops: a group that is older is left out, and another one takes its place; otherwise a step waits for
-            groups that would be too old for the next one, and trains on them first.
+        most_age: maximum age of a response in training steps, from the oldest weights that sampled it to
+            those that it trains.
+        drops: discard a group that is older, and replace it by another; otherwise a step waits for groups
+            that would be too old for the next one, and trains on them first.
     """
 
     prompts: int
@@ -78,9 +78,9 @@ class _Group:
     Attributes:
         ordinal: of the prompt in the run.
         index: of its record.
-        version: steps of training behind the oldest weights that sampled any of them.
+        version: number of training steps behind the oldest weights that sampled any of them.
         rollouts: the responses, once they are complete and scored.
-        timer: what was sampled of them.
+        timer: phases of their sampling.
     """
 
     ordinal: int
@@ -91,19 +91,19 @@ class _Group:
 
 
 class ReadyFirst(ValidatesBeside):
-    """Gives the batch of each step while engines sample later ones.
+    """The source that returns the batch of each step while engines sample later ones.
 
     Args:
         order: how groups become batches.
         collect: samples and scores the responses to a record, by its index, its ordinal and the version of
-            the weights; called in a thread a group.
-        join: groups as one batch.
+            the weights; called in one thread per group.
+        join: joins groups into one batch.
         shared: requests of all groups.
-        engines: that get the policy's weights.
+        engines: engines that get the policy's weights.
         sampler: the order of the data.
-        last_step: of the run, behind which nothing is sampled; None where it is not known.
+        last_step: of the run, after which nothing is sampled; None if unknown.
         timer: of the step.
-        own_timer: gets the phases of a validation.
+        own_timer: receives the phases of a validation.
         ledger: where batches are written before they are trained on.
     """
 
@@ -137,7 +137,7 @@ class ReadyFirst(ValidatesBeside):
         self.metrics: Mapping[str, float] = {}
 
     def next(self, step: int) -> Sampling:
-        """The batch of a step; engines sample on with the weights that the policy has now.
+        """Return the batch of a step; engines keep sampling with the policy's current weights.
 
         Raises:
             MegarlError: an environment failed, or engines that could not be replaced.
@@ -170,7 +170,7 @@ class ReadyFirst(ValidatesBeside):
         return sampling
 
     def settle(self) -> None:
-        """At the end of a step, have the engines pause: whoever validates, saves or refits finds them idle.
+        """Pause the engines at the end of a step, so that validation, saving and refits find them idle.
 
         Raises:
             MegarlError: an environment failed, or engines that could not be replaced.
@@ -192,12 +192,12 @@ class ReadyFirst(ValidatesBeside):
         self._raise_failure()
 
     def close(self) -> None:
-        """Begin nothing more. A validation ends when its engines do."""
+        """Begin nothing more. A validation in progress ends when its engines do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._shared.close()
 
     def save(self, directory: Path) -> None:
-        """Write the groups that wait, and which others are under way; to be called in a pause."""
+        """Write the waiting groups, and the numbers of those in progress; call it during a pause."""
         with self._changed:
             # In the order in which they were complete, by which a resumed run chooses too.
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
@@ -217,7 +217,7 @@ class ReadyFirst(ValidatesBeside):
         )
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """See ``RolloutSource``: groups that ``save`` wrote."""
+        """Read groups that ``save`` wrote, see ``RolloutSource``."""
         groups, batches = groups_of(directory), load_batches(directory, data)
         if groups is not None:
             self.resume(groups, batches)
@@ -226,8 +226,8 @@ class ReadyFirst(ValidatesBeside):
             raise other_schedule(directory, len(batches), "in_order")
 
     def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
-        """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their
-        seeds.
+        """Continue with the groups that ``save`` wrote: those that were in progress are sampled again, by
+        their seeds.
 
         Args:
             groups: see ``groups_of``.
@@ -242,8 +242,8 @@ class ReadyFirst(ValidatesBeside):
         self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in groups["running"]]
 
     def _go_on(self, version: int, validate: Callable[[], Validated] | None = None) -> None:
-        """Bring engines the newest weights and have them go on, behind a validation where there is one; lost
-        ones are replaced."""
+        """Send the newest weights to the engines and let them continue, after a validation if there is one;
+        lost engines are replaced."""
 
         def go_on() -> None:
             with self._timer.phase("refit"):
@@ -258,7 +258,7 @@ class ReadyFirst(ValidatesBeside):
             self._coming = self._thread.submit(self._validated_first, validate, version)
 
     def _validated_first(self, validate: Callable[[], Validated], version: int) -> Validated:
-        """Validate with the weights that engines have, and have them go on."""
+        """Validate with the engines' current weights, then let them continue."""
         begun = time.perf_counter()
         try:
             try:
@@ -277,8 +277,8 @@ class ReadyFirst(ValidatesBeside):
         return found
 
     def _fill(self, step: int, version: int) -> None:
-        """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those
-        behind it."""
+        """Begin groups for ``step`` and later ones, until as many are in progress or waiting as the lookahead
+        allows."""
         wanted = self._order.lookahead * self._order.prompts
         if self._last is not None:
             wanted = min(wanted, (self._last - step + 1) * self._order.prompts)
@@ -313,8 +313,8 @@ class ReadyFirst(ValidatesBeside):
             self._changed.notify_all()
 
     def _chosen(self, step: int) -> tuple[list[_Group], int]:
-        """The groups of a step, in the order of the data, and how many were dropped before there were
-        enough."""
+        """Return the groups of a step, in the order of the data, and the number of groups dropped before
+        there were enough."""
         dropped, oldest = 0, step - 1 - self._order.most_age
         while True:
             self._raise_failure()
@@ -339,10 +339,10 @@ class ReadyFirst(ValidatesBeside):
             self._fill(step, step - 1)
 
     def _enough(self, oldest: int) -> list[int] | None:
-        """The groups of the next batch, where they are complete.
+        """Return the groups of the next batch, or None if too few are complete.
 
-        Of those that have to be trained on within so many steps there are never more than these steps take,
-        or one would be too old at last: as many of them come first, and a step waits for them.
+        The groups that must be trained on within some number of steps never exceed what these steps take, or
+        one would be too old in the end: as many of them come first, and a step waits for them.
         """
         chosen: list[int] = []
         for steps in range(0 if self._order.drops else self._order.most_age + 1):
@@ -362,7 +362,7 @@ class ReadyFirst(ValidatesBeside):
             del self._groups[ordinal]
 
     def _recover(self, version: int) -> None:
-        """Go on with new engines in place of lost ones."""
+        """Replace lost engines and continue."""
         try:
             self._shared.pause()
         except MegarlError as error:
@@ -379,8 +379,8 @@ class Ledger:
 
     Args:
         directory: of the ledger.
-        run: what a batch depends on besides weights and time: seed, data, prompts a step and answers a
-            prompt.
+        run: everything that a batch depends on besides weights and time: seed, data, prompts per step and
+            responses per prompt.
     """
 
     def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
@@ -396,10 +396,10 @@ class Ledger:
         fsync_directory(self.directory)
 
     def read(self, step: int, data: Dataset) -> Sampling:
-        """The batch of a step.
+        """Return the batch of a step.
 
         Raises:
-            UnusableCheckpointError: it is missing, cut or changed, or belongs to a run of other data.
+            UnusableCheckpointError: it is missing, truncated or changed, or belongs to a run with other data.
         """
         try:
             theirs = dict(json.loads((self.directory / _RUN).read_text(encoding="utf-8")))
@@ -418,11 +418,11 @@ class Ledger:
 
 
 class Replay(InTurn):
-    """Gives the batches of a ledger.
+    """The source that returns the batches of a ledger.
 
     Args:
-        ledger: that has them.
-        data: that they were sampled from.
+        ledger: the ledger.
+        data: the data set that its batches were sampled from.
     """
 
     is_ahead = True

@@ -1,10 +1,11 @@
-"""Reference log-probabilities of a data set: computed once, kept beside its tokens, and read at the next
-start; or computed in each step.
+"""Reference log-probabilities of a data set: computed once, stored next to its tokens, and read at the next
+start;
+or computed in each step.
 
-A kept table is found by a digest of all that its numbers depend on: the bytes of the model's files,
-precision, backend, and the token ids of its rows with what is learned of them, which is all that tokenizer,
-templates and records say. So no table can be that of something else; layouts and batch sizes are not in the
-digest, as they change numbers by rounding alone.
+A stored table is found by a digest of everything that its numbers depend on: the bytes of the model's files,
+precision, backend, and the token ids of its rows with their targets, which include the effect of tokenizer,
+templates and records. So a table can never belong to other inputs; layouts and batch sizes are not in the
+digest, because they change numbers by rounding only.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ _COLUMN = "logprobs"
 
 
 class ReferenceLogprobs:
-    """The reference policy's log-probabilities of what is learned of a data set.
+    """The reference policy's log-probabilities of a data set's targets.
 
     Args:
         policy: has the reference policy.
         config: of the run: ``policy`` and ``data``.
         dataset: the data set.
-        pad_token_id: fills rows up.
-        keeps: compute those of all examples when the first ones are asked for, and keep them on the disk;
-            False computes what is asked for.
+        pad_token_id: padding of the rows.
+        keeps: compute those of all examples when the first ones are requested, and store them on disk; False
+            computes those that are requested.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class ReferenceLogprobs:
         self._tables: list[list[Table]] | None = None
 
     def of(self, places: Sequence[int], batch: BatchedDataDict[Any]) -> Tensor:
-        """[B, S] float32, column i of token i; 0 at tokens that are not learned and in rows that have no
-        place.
+        """Return [B, S] float32, column i for token i; 0 at tokens that are not targets and in rows without
+        an example.
 
         Args:
-            places: of the examples of the first rows of the batch.
-            batch: of ``supervised_batch``.
+            places: examples of the first rows of the batch.
+            batch: returned by ``supervised_batch``.
 
         Raises:
             ModelError: a log-probability is not finite.
@@ -105,7 +106,7 @@ class ReferenceLogprobs:
         return found
 
     def _all_tables(self) -> list[list[Table]]:
-        """The tables of each source."""
+        """Return the tables of each source."""
         identity = _identity(self._config["policy"])
         found = []
         for examples in self._dataset.examples.by_source():
@@ -144,7 +145,8 @@ class ReferenceLogprobs:
             writer.discard()
 
     def _values(self, examples: Examples, first: int, last: int) -> list[Any]:
-        """Log-probabilities of the learned tokens of each of the examples [first, last), [tokens] float32."""
+        """Return the log-probabilities of the targets of each of the examples [first, last), [tokens]
+        float32."""
         # rows of a call are padded to the longest
         by_length = np.argsort(examples.lengths(with_answers=True)[first:last], kind="stable").tolist()
         found: list[Any] = [None] * len(by_length)
@@ -169,7 +171,7 @@ class ReferenceLogprobs:
 
 
 def _identity(policy: PolicyConfig) -> list[Any]:
-    """All that the log-probabilities of given tokens depend on; of the types of JSON."""
+    """Return everything that the log-probabilities of given tokens depend on, as JSON types."""
     numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
     return [
         _FORM,
@@ -183,7 +185,7 @@ def _identity(policy: PolicyConfig) -> list[Any]:
 
 
 def model_identity(policy: PolicyConfig) -> list[list[str]]:
-    """Name and digest of each file that says what a model computes, read at the speed of the disk.
+    """Return name and digest of each file that determines a model's results, read at the speed of the disk.
 
     Raises:
         ModelError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""The trained weights to the engine that generates, when it has older ones."""
+"""Refit: the trained weights are sent to the rollout engine if its own are older."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def refit_policy_generation(
     colocated_inference: bool,
     _refit_buffer_size_gb: int | None = None,
 ) -> None:
-    """Hand the policy's present weights to the engines that generate.
+    """Send the policy's current weights to the engines that generate.
 
-    Colocated, the policy leaves the device afterwards and the engines may generate; call the policy's
-    ``prepare_for_lp_inference`` or ``prepare_for_training`` when it is to work again. Apart, ``connect`` has
-    to have been called, and the policy stays as it is.
+    Colocated, the policy is offloaded afterwards and the engines may generate; call the policy's
+    ``prepare_for_lp_inference`` or ``prepare_for_training`` before it works again. On separate devices,
+    ``connect`` must have been called, and the policy stays loaded.
 
     Args:
-        policy: whose weights go; they must be on its device.
+        policy: the policy, whose weights must be on its device.
         policy_generation: the engines, which know the weights from ``prepare_refit_info``.
         colocated_inference: the engines are on the policy's devices.
-        _refit_buffer_size_gb: GiB of a group of weights on the way, see ``Policy.prepare_weights_for_ipc``.
+        _refit_buffer_size_gb: GiB of a group of weights in transfer, see ``Policy.prepare_weights_for_ipc``.
 
     Raises:
-        RefitError, WorkerError: the engines do not have the weights; they do not answer until a whole refit.
+        RefitError, WorkerError: the engines do not have the weights; they do not generate until a complete
+            refit.
     """
     if colocated_inference:
         policy.offload_before_refit()
@@ -68,8 +69,8 @@ def refit_policy_generation(
 
 
 def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | None) -> None:
-    """Have the policy's ranks hand all weights to the engines' ranks beside them: one call of either side for
-    any number of groups, and before the first one what they agree on."""
+    """Have the policy's ranks send all weights to the engines' ranks on the same devices: one call on either
+    side for any number of groups, after one in which they agree on sizes."""
     generation.take_slices(policy.send_slices(generation.slices_wanted()))
     # By the ticket both sides tell this refit from one that was given up.
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
@@ -86,11 +87,11 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
 
 
 def connect(policy: Policy, generation: RolloutEngine) -> None:
-    """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced
-    by another.
+    """Create the group over which the weights go to engines on separate devices; a port that is taken
+    meanwhile is replaced by another.
 
     Raises:
-        RefitError: the engines and the policy did not find each other.
+        RefitError: the engines and the policy did not connect.
     """
     # The engines' ranks and one of the policy, however many pipeline stages send in turn.
     size = generation.ranks + 1
@@ -115,7 +116,7 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
 
 
 def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError | None:
-    """The error of a worker's call, if it fails."""
+    """Return the error of a worker's call, or None if it succeeds."""
     try:
         wait([future])
     except MegarlError as error:
@@ -125,17 +126,17 @@ def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError
 
 @dataclass
 class Refit:
-    """Keeps the weights of the engines those of the policy.
+    """Keeps the engines' weights equal to the policy's.
 
     Attributes:
-        policy: whose weights they are.
+        policy: the policy.
         generation: the engines.
         colocated: the engines are on the policy's devices.
         stale: the policy was trained since the last refit, or there was none.
-        max_restarts: how often lost engines are started anew.
-        restarts: how often they were.
-        on_restart: told why, each time.
-        lost_nodes: names of the nodes that had places of the engines and are lost.
+        max_restarts: maximum number of restarts of lost engines.
+        restarts: number of restarts so far.
+        on_restart: called with the reason at each restart.
+        lost_nodes: returns the names of lost nodes that had bundles of the engines.
         check: called when the engines have the policy's weights.
     """
 
@@ -151,7 +152,7 @@ class Refit:
     _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
-        """Refit if the engines have other weights than the policy, or gave theirs back with the device."""
+        """Refit if the engines' weights differ from the policy's, or were released with the device."""
         if not self._informed:
             self.generation.prepare_refit_info(self.policy.prepare_refit_info() or {})
             self._informed = True
@@ -163,17 +164,17 @@ class Refit:
             self.check()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of ones that were killed or hang. The policy keeps its weights; the next
-        refit brings them.
+        """Start new engines in place of killed or hanging ones. The policy keeps its weights; the next refit
+        sends them.
 
         Args:
             error: of the refit or the call that failed.
 
         Raises:
-            MegarlError: ``error`` itself where all engines live, or were started anew ``max_restarts`` times;
-                else that of the last start.
-            WorkerLostError: a node is lost, and with it their places, for which new engines would wait: the
-                run looks for others.
+            MegarlError: ``error`` itself if all engines live, or were restarted ``max_restarts`` times; else
+                that of the last start.
+            WorkerLostError: a node is lost, and with it the engines' bundles, for which new engines would
+                wait: the run looks for others.
         """
         if self.generation.is_alive():
             raise error

@@ -1,4 +1,4 @@
-"""Reward model: a score of a prompt with an answer, learned from pairs of answers of which one was preferred
+"""Reward model: a score of a prompt with an answer, learned from pairs of a preferred and a rejected answer
 (Bradley-Terry)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RMConfig(SupervisedConfig):
 
 
 class RM(Supervised):
-    """One step trains on one global batch of pairs."""
+    """Training of a reward model. A step trains on one global batch of pairs."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"rm": RMConfig})
     PAIRS = True
@@ -41,5 +41,5 @@ class RM(Supervised):
             )
 
     def validated(self) -> Sequence[str]:
-        """Metrics of ``PreferenceLoss``."""
+        """Return the names of the metrics of ``PreferenceLoss``."""
         return sorted(self.loss_fn.metric_reductions.keys() - {"num_valid_samples"})

@@ -1,4 +1,4 @@
-"""The batches of a run's steps: where they come from, and what a checkpoint keeps of those that wait."""
+"""Sources of the batches of a run's steps, and the part of waiting batches that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RolloutSource(Protocol):
-    """Gives each step its batch, and may sample later ones while it trains.
+    """Returns each step's batch, and may sample later ones while the step trains.
 
     Attributes:
-        metrics: of the last batch and of those that wait.
+        metrics: of the last batch and of the waiting ones.
         is_ahead: batches are sampled before their steps, with older weights.
     """
 
@@ -28,29 +28,28 @@ class RolloutSource(Protocol):
     is_ahead: bool
 
     def next(self, step: int) -> Sampling:
-        """Return the batch of a step. What is sampled ahead goes on with the weights that the policy has
-        now."""
+        """Return the batch of a step. Sampling ahead continues with the policy's current weights."""
         ...
 
     def settle(self) -> None:
-        """At the end of a step, wait for what is sampled and validated during it.
+        """Wait at the end of a step for the sampling and the validation in progress.
 
         Raises:
-            MegarlError: that has failed.
+            MegarlError: one of them has failed.
         """
         ...
 
     def validate_beside(self, validate: Callable[[], Validated]) -> bool:
-        """Have a validation go on during the next step, where something does; False where nothing does."""
+        """Let a validation run during the next step; return False if this source runs nothing during steps."""
         ...
 
     def validated(self) -> Validated | None:
-        """Return what a validation during the last step has found, once; None where there was none, which
-        then is not wanted any more."""
+        """Return the result of a validation during the last step, once; None if there was none, and a pending
+        one is then cancelled."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the batches that wait into a checkpoint; to be called between steps.
+        """Write the waiting batches into a checkpoint; call it between steps.
 
         Raises:
             OSError: a file cannot be written.
@@ -58,7 +57,7 @@ class RolloutSource(Protocol):
         ...
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """Read them.
+        """Read the waiting batches of a checkpoint.
 
         Raises:
             UnusableCheckpointError: they cannot be read, or belong to another schedule.
@@ -71,7 +70,7 @@ class RolloutSource(Protocol):
 
 
 class WaitingBatches(dict[int, Sampling]):
-    """Batches that were sampled and not trained on yet, by their steps."""
+    """Batches that were sampled but not trained on yet, by their steps."""
 
     def save(self, directory: Path) -> None:
         """See ``RolloutSource``."""
@@ -88,7 +87,7 @@ class WaitingBatches(dict[int, Sampling]):
 
 
 class InTurn:
-    """Samples the batch of a step when that begins.
+    """The source that samples the batch of a step when the step begins.
 
     Args:
         sample: samples the batch of a step.
@@ -104,19 +103,19 @@ class InTurn:
         self._sample, self.waiting = sample, WaitingBatches()
 
     def next(self, step: int) -> Sampling:
-        """See ``RolloutSource``: one that waits, or one that is sampled now."""
+        """Return a waiting batch, or sample one now."""
         return self.waiting.pop(step) if step in self.waiting else self._sample(step)
 
     def settle(self) -> None:
-        """Nothing is sampled during a step."""
+        """Do nothing: nothing is sampled during a step."""
 
     def validate_beside(self, validate: Callable[[], Validated]) -> bool:
-        """Validation and training take turns."""
+        """Return False: validation and training run one after the other."""
         del validate
         return False
 
     def validated(self) -> Validated | None:
-        """Nothing is validated during a step."""
+        """Return None: nothing is validated during a step."""
         return None
 
     def save(self, directory: Path) -> None:
@@ -124,15 +123,15 @@ class InTurn:
         self.waiting.save(directory)
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """See ``RolloutSource``; the batches of a run that sampled ahead are trained on first."""
+        """Read the batches of a run that sampled ahead; they are trained on first."""
         self.waiting.load(directory, data)
 
     def close(self) -> None:
-        """Nothing is sampled between steps."""
+        """Do nothing: nothing is sampled between steps."""
 
 
 class ValidatesBeside:
-    """The part of a source that has a validation go on during the next step."""
+    """The part of a source that runs a validation during the next step."""
 
     def __init__(self) -> None:
         self._wanted: Callable[[], Validated] | None = None
@@ -151,13 +150,13 @@ class ValidatesBeside:
         return found
 
     def _take_wanted(self) -> Callable[[], Validated] | None:
-        """Return the validation that the step which begins has to go on with."""
+        """Return the validation that the starting step has to run, or None."""
         validate, self._wanted, self._found = self._wanted, None, None
         return validate
 
 
 def other_schedule(directory: Path, batches: int, there: str) -> UnusableCheckpointError:
-    """Return the error of a checkpoint whose waiting batches are of another schedule."""
+    """Return the error for a checkpoint whose waiting batches belong to another schedule."""
     return UnusableCheckpointError(
         f"{directory} has {batches} batches of the schedule {there} that wait or are under way, and this run "
         f"has another schedule. Fix: go on with grpo.async_grpo.schedule: {there}, or from a checkpoint "

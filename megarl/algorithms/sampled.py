@@ -1,4 +1,4 @@
-"""Training on answers that the policy samples: what GRPO, PPO and on-policy distillation have in common."""
+"""Training on responses that the policy samples: the common part of GRPO, PPO and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Steps and validation of a training on sampled answers."""
+    """Steps and validation of a training on sampled responses."""
 
     num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
     max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
@@ -140,14 +140,14 @@ class SampledConfig(TypedDict):
 
 
 class Sampled(Algorithm):
-    """One step samples answers to some prompts and trains on them; a validation judges answers to those of
-    its own data.
+    """Training on sampled responses. A step samples responses to some prompts and trains on them; a
+    validation scores responses to its own data.
 
-    A step of an algorithm that learns from rewards is made of four: ``sample``, ``score``, ``advantages``,
-    ``train``. A variant overrides the one that it does otherwise.
+    A step of an algorithm that learns from rewards has four parts: ``sample``, ``score``, ``advantages``,
+    ``train``. A variant overrides the part that it changes.
 
     Args:
-        parts: what it is made of.
+        parts: models, data and tools of the run.
         loss_fn: of a global batch.
     """
 
@@ -248,7 +248,7 @@ class Sampled(Algorithm):
         return ReadyFirst(order, collect, join, shared, held, *own, ledger)
 
     def validate(self) -> dict[str, float]:
-        """Figures of all validation sets (``validation_metrics``)."""
+        """Return the metrics of all validation sets (``validation_metrics``)."""
         if self.validation_data is None:
             return {}
         self.turns.take(ACTOR)
@@ -262,7 +262,7 @@ class Sampled(Algorithm):
         return self._figures(validated, self.done_steps)
 
     def _validated(self, collector: Collector) -> list[ValidatedSet]:
-        """Answer all validation sets."""
+        """Sample responses to all validation sets."""
         from megarl.rollout.evaluation import answer_set, validation_sets
 
         assert self.validation_data is not None
@@ -271,7 +271,7 @@ class Sampled(Algorithm):
         return [answer_set(collector, each, size) for each in sets]
 
     def _figures(self, validated: list[ValidatedSet], step: int) -> dict[str, float]:
-        """Log the samples of a validation after a step. Return its figures."""
+        """Log the samples of a validation after a step, and return its metrics."""
         from megarl.rollout.evaluation import validation_metrics
 
         if self.sample_log is not None and self.validation_data is not None:
@@ -279,8 +279,7 @@ class Sampled(Algorithm):
         return validation_metrics(validated)
 
     def validate_beside(self) -> bool:
-        """Have engines that sample during training validate too, unless a subclass validates in another
-        way."""
+        """Let engines that sample during training validate too, unless a subclass validates in another way."""
         if self.validation_data is None or type(self).validate is not Sampled.validate:
             return False
         self._validated_step = self.done_steps
@@ -301,7 +300,7 @@ class Sampled(Algorithm):
         return self.source.next(step)
 
     def settle(self, samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """At the end of a step, wait for what is sampled beside it. Returns metrics of the last refit."""
+        """Wait at the end of a step for the sampling in progress. Return metrics of the last refit."""
         found: dict[str, float] = {}
         if self.served is not None:
             found = self.served.metrics
@@ -310,11 +309,11 @@ class Sampled(Algorithm):
         return {**found, **self.source.metrics}
 
     def save(self, directory: Path) -> None:
-        """Write the batches that wait."""
+        """Write the waiting batches."""
         self.source.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Read them.
+        """Read the waiting batches.
 
         Raises:
             UnusableCheckpointError: they cannot be read, or belong to another schedule.
@@ -322,31 +321,31 @@ class Sampled(Algorithm):
         self.source.load(directory, self.train_data)
 
     def close(self) -> None:
-        """Begin to sample and score nothing more."""
+        """Stop sampling and scoring."""
         if self.scorer is not None:
             self.scorer.close()
         self.source.close()
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """Return whether a pass computes the log-probabilities of the policy before the update; asked for
-        when an algorithm is made."""
+        """Whether a pass computes the log-probabilities of the policy before the update; read when an
+        algorithm is built."""
         return False
 
     @property
     def anchors_at_engine(self) -> bool:
-        """Tell whether ratios are to the policy that sampled, by the engine's log-probabilities."""
+        """Whether ratios are to the policy that sampled, by the engine's log-probabilities."""
         return self.source.is_ahead and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(
         self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
     ) -> dict[str, float]:
-        """Measure the age of a step's answers, where they are sampled beside training.
+        """Measure the age of a step's responses, if they are sampled during training.
 
-        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those
-        that are trained, ``token_age`` the same of each token, and ``effective_sample_share`` is that of the
-        tokens that count, (sum w)^2 / (n sum w^2) with w the ratio of the policy before the step to the one
-        that sampled.
+        ``rollout_age`` is the number of training steps between the oldest weights that sampled a response and
+        those that are trained, ``token_age`` the same for each token. ``effective_sample_share`` of the
+        tokens that count is (sum w)^2 / (n sum w^2), where w is the ratio of the policy before the step to
+        the one that sampled.
         """
         from megarl.rollout.samples import effective_share
         from megarl.rollout.trajectory import TOKEN_VERSIONS
@@ -371,7 +370,7 @@ class Sampled(Algorithm):
         return replace(self.sample(step), epoch=self.sampler.epoch)
 
     def sample(self, step: int) -> Sampling:
-        """Sample answers to the next prompts, all of which the step trains on."""
+        """Sample responses to the next prompts; the step trains on all of them."""
         from megarl.rollout.samples import sampling_seeds
 
         prompts, generations = self.config["num_prompts_per_step"], self.generations
@@ -391,7 +390,7 @@ class Sampled(Algorithm):
         )
 
     def rows_of(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts with a row for each segment of each response."""
+        """Return rollouts with a row for each segment of each response."""
         from megarl.rollout.segment_rows import rows_of_segments
 
         return rows_of_segments(rollouts, self.collector.tokenizer.pad_token_id)
@@ -399,8 +398,8 @@ class Sampled(Algorithm):
     def batch_of(
         self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool
     ) -> BatchedDataDict[Any]:
-        """Select what the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked
-        for, the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the
+        """Return the columns of samples that the loss reads: the model's inputs and ``generation_logprobs``;
+        on request, the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the
         reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -432,7 +431,7 @@ class Sampled(Algorithm):
     def train_policy(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train ``epochs`` times on a batch, without global batches in which no token counts. Return the
+        """Train ``epochs`` times on a batch, without global batches in which no token counts, and return the
         metrics."""
         from megarl.algorithms.train_results import trained_sequences
 
@@ -483,19 +482,20 @@ class Sampled(Algorithm):
 
 
 def rows_of_a_round(section: PolicyConfig, replicas: int) -> int:
-    """Rows that all data-parallel replicas of a model take at once: a global batch has a multiple of that."""
+    """Return the rows that all data-parallel replicas of a model process at once; a global batch has a
+    multiple of it."""
     planned = section["sequence_packing"]["enabled"] or section["dynamic_batching"]["enabled"]
     return replicas * (1 if planned else section["train_micro_batch_size"])
 
 
 def mean(values: Tensor) -> float:
-    """The mean; 0 of nothing, as where the environment masked all samples."""
+    """Return the mean, or 0 if there are no values, for example when the environment masked all samples."""
     return float(values.mean()) if len(values) else 0.0
 
 
 def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
-    """Figures of the answers that a step judged: rewards without those that are masked, and the accuracy
-    where it is not the reward; neither where there are none."""
+    """Return metrics of a step's scored responses: the mean reward of those that are not masked, and the
+    accuracy if it is not the reward; empty if there are none."""
     counted = ~judged["masked"]
     accuracies = judged["accuracy"][counted] if "accuracy" in judged else judged["reward"][:0]
     found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}

@@ -1,5 +1,6 @@
-"""The batch that a step has sampled, and its file form: in a checkpoint where it waits to be trained on, and
-in the ledger of a run whose batches depend on who was faster."""
+"""The batch that a step has sampled, and its file format: in a checkpoint while it waits to be trained on,
+and in
+the ledger of a run whose batches depend on timing."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ class Sampling:
     """The batch that a step has sampled.
 
     Attributes:
-        rollouts: what it trains on.
-        judged: columns [B] of all responses that were scored for it, those that it does not train on among
-            them.
-        metrics: figures of how they were found.
-        epoch: of the data, behind the last of them.
+        rollouts: the samples that the step trains on.
+        judged: columns [B] of all responses that were scored for it, including those that it does not train
+            on.
+        metrics: metrics of the sampling.
+        epoch: of the data, after the last sample.
     """
 
     rollouts: Rollouts
@@ -37,17 +38,17 @@ class Sampling:
 
 
 DIRECTORY = "rollouts"
-"""Of a checkpoint, where there are any."""
+"""Directory of the waiting batches in a checkpoint."""
 
 GROUPS = "groups.json"
-"""There, of a run that trains on the groups that are complete first."""
+"""File in that directory, of a run that trains on the groups that complete first."""
 
 _SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
 
 
 def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
-    """Write batches that wait to be trained on, by their numbers, below a directory of a checkpoint. Their
-    weights are gone by then, so that nobody could sample them again.
+    """Write waiting batches, by their numbers, into a directory of a checkpoint. The weights that sampled
+    them are gone at a resume, so they cannot be sampled again.
 
     Raises:
         OSError: a file cannot be written.
@@ -60,8 +61,8 @@ def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
 
 
 def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
-    """Write a batch: its tensors as safetensors, and then the rest as JSON, which has a digest of them.
-    Returns both.
+    """Write a batch: its tensors as safetensors, then the rest as JSON with a digest of the tensors. Return
+    both paths.
 
     Raises:
         OSError: a file cannot be written.
@@ -99,11 +100,11 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
 
 
 def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
-    """Batches that ``save_batches`` has written, by their numbers; none where there are none.
+    """Return the batches that ``save_batches`` has written, by their numbers; empty if there are none.
 
     Args:
-        directory: of a checkpoint, whose files are whole.
-        data: that they were sampled from; its fingerprint was compared before.
+        directory: of a checkpoint that was verified.
+        data: the data set that they were sampled from; its fingerprint was compared before.
 
     Raises:
         UnusableCheckpointError: they cannot be read.
@@ -120,8 +121,8 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
 
 
 def groups_of(directory: Path) -> Mapping[str, Any] | None:
-    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and
-    ordinal and record of the others; None where the run was none of this kind.
+    """Return the groups of a checkpoint: the ordinals of complete ones, in the order of completion, and
+    ordinal and record of the others; None for a run without such groups.
 
     Raises:
         UnusableCheckpointError: the file cannot be read.
@@ -139,10 +140,10 @@ def groups_of(directory: Path) -> Mapping[str, Any] | None:
 
 
 def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
-    """A batch that ``save_batch`` has written.
+    """Return a batch that ``save_batch`` has written.
 
     Raises:
-        ValueError: a file is missing, cut, or was changed.
+        ValueError: a file is missing, truncated, or was changed.
     """
     from safetensors import SafetensorError
 

@@ -1,8 +1,9 @@
-"""Log-probabilities of finished parts of a batch, computed while engines apart still sample the others.
+"""Log-probabilities of finished parts of a batch, computed while engines on other devices still sample the
+rest.
 
-How rows are put together in micro-batches changes their log-probabilities by rounding, and rows that are
-complete first depend on who was faster. So a part is a fixed share of a step's prompts, which is scored as a
-batch of its own once all its responses are complete: what comes out follows from the number of parts alone.
+The composition of micro-batches changes log-probabilities by rounding, and timing decides which rows complete
+first. So a part is a fixed share of a step's prompts, which is scored as a batch of its own once all its
+responses are complete: the result depends only on the number of parts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
 
 
 class ScoredAhead:
-    """Scores the parts of one batch after another, in a thread; of the policy nobody else asks anything
-    meanwhile.
+    """Scores the parts of one batch after another, in a thread; nothing else uses the policy meanwhile.
 
     Args:
-        policy: whose log-probabilities they are.
-        parts: of a batch.
+        policy: computes the log-probabilities.
+        parts: number of parts of a batch.
         pad_token_id: of token ids.
         timer: of the step.
     """
@@ -43,11 +43,12 @@ class ScoredAhead:
         self._coming: dict[int, Future[Tensor]] = {}
 
     def begin(self, segments: Sequence[Segment], generations: int) -> None:
-        """Begin with a batch.
+        """Begin a batch.
 
         Args:
-            segments: one a response, those to a prompt next to each other; complete once ``sampled`` says so.
-            generations: responses a prompt.
+            segments: one per response, those to a prompt next to each other; complete once ``sampled``
+                reports it.
+            generations: responses per prompt.
         """
         prompts = len(segments) // generations
         # Whole prompts, so that the size of a part is known before its responses are.
@@ -56,7 +57,7 @@ class ScoredAhead:
         self._missing = [end - start for start, end in pairwise(bounds)]
 
     def sampled(self, numbers: Iterable[int]) -> None:
-        """Take note of responses that are complete, by their numbers in the batch."""
+        """Record that responses are complete, by their numbers in the batch."""
         for number in numbers:
             part = bisect_right(self._bounds, number) - 1
             self._missing[part] -= 1
@@ -68,12 +69,12 @@ class ScoredAhead:
         self._coming[part] = self._thread.submit(self._scored, rows)
 
     def wait(self) -> None:
-        """Wait until nothing is asked of the policy."""
+        """Wait until the policy is not in use."""
         wait(self._coming.values())
 
     def take(self, width: int) -> Tensor:
-        """Return the log-probabilities of the batch, [B, width] float32, 0 but on sampled tokens, once all
-        its responses are complete.
+        """Wait until all responses are complete, and return the log-probabilities of the batch, [B, width]
+        float32, 0 except on sampled tokens.
 
         Raises:
             MegarlError: a part could not be scored.

@@ -1,10 +1,11 @@
-"""Proof of the served policy: after a refit, engines and policy score the same tokens, and where engines can
-tell, compare their weights.
+"""Proof of the served policy: after a refit, engines and policy score the same tokens, and engines that can
+export
+their weights have them compared.
 
-A response says what its engine computed with, never what it should have. While both hold the same version,
-what they compute of given tokens may differ by rounding alone. Weights are compared bit for bit where an
-engine exports them as a policy does; elsewhere by log-probabilities only, and a test over the refits tells
-wrong weights from rounding.
+A response shows what its engine computed with, never what it should have. While both hold the same version,
+their log-probabilities of given tokens may differ by rounding only. Weights are compared bit for bit if an
+engine exports them as a policy does; for other engines only log-probabilities are, and a test over the refits
+distinguishes wrong weights from rounding.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_ERROR = "engine_check_error"
-"""Metric: the mean absolute difference of the two log-probabilities of a token, right after a refit, of the
-engine that is farthest off."""
+"""Metric: the mean absolute difference between the engine's and the policy's log-probability of a token,
+right after a refit, for the engine with the largest one."""
 
 # Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
 # chosen now and then.
@@ -40,12 +41,12 @@ _NAMED = 3
 
 @dataclass
 class RoundingTest:
-    """A sequential test (CUSUM) of errors of one refit after another: whether they are still the rounding
-    that they were.
+    """A sequential test (CUSUM) of the errors of successive refits: whether they still look like the rounding
+    of the earlier ones.
 
-    The logarithm of an error over the median of those before it, less ``log 2``, is summed up and never falls
-    below 0; ``log 8`` is an alarm. So one error of 16 times the usual is, or three in a row of 4 times. What
-    is below ``floor`` counts as ``floor``.
+    The logarithm of an error over the median of those before it, minus ``log 2``, is summed and never falls
+    below 0; ``log 8`` is an alarm. So one error of 16 times the usual is an alarm, or three in a row of 4
+    times. An error below ``floor`` counts as ``floor``.
 
     Attributes:
         floor: see above.
@@ -56,7 +57,7 @@ class RoundingTest:
     _sum: float = field(default=0.0, init=False)
 
     def is_alarmed(self, error: float) -> bool:
-        """Take note of an error; whether it is no rounding."""
+        """Record an error, and return whether it is more than rounding."""
         if not math.isfinite(error):
             return True
         counted = max(error, self.floor)
@@ -72,13 +73,13 @@ class RoundingTest:
 
 
 class ServedCheck:
-    """Compares engines apart with the policy after each refit.
+    """Compares engines on devices of their own with the policy after each refit.
 
     Args:
         section: ``policy.generation.engine_check``.
-        policy, engines: which are compared.
+        policy, engines: the two sides.
         precision: of the weights.
-        seed: by which sequences are drawn.
+        seed: seed of the choice of sequences.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ServedCheck:
         self.metrics: dict[str, float] = {}
 
     def remember(self, samples: BatchedDataDict[Any], step: int) -> None:
-        """Draw the sequences of the next check from a batch, by the seed and the step."""
+        """Choose the sequences of the next check from a batch, by the seed and the step."""
         import torch
 
         from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -114,8 +115,8 @@ class ServedCheck:
             self._batch = batch
 
     def check(self) -> None:
-        """Compare; both have the same version now. Before the first batch there is nothing to score, and only
-        weights are compared.
+        """Compare engines and policy, which have the same version now. Before the first batch there is
+        nothing to score, and only weights are compared.
 
         Raises:
             MismatchError: the engines do not compute with the policy's weights, and ``on_difference`` is
@@ -144,8 +145,8 @@ class ServedCheck:
         logger.warning("%s", message)
 
     def _fault_of_weights(self) -> str | None:
-        """Names of weights that are others in the engines, read there behind the load; None where all are
-        equal or it cannot be told."""
+        """Return the names of weights that differ in the engines, read there after the load; None if all are
+        equal or cannot be compared."""
         theirs = self._engines.weight_digests()
         if theirs is None:
             return None

@@ -16,7 +16,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class SFT(Supervised):
-    """One step trains on one global batch."""
+    """Supervised fine-tuning. A step trains on one global batch."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"sft": SFTConfig})
 
@@ -26,16 +26,16 @@ class SFT(Supervised):
         super().__init__(parts, NLLLoss())
 
     def validated(self) -> Sequence[str]:
-        """The loss."""
+        """Return the name of the loss."""
         return ("loss",)
 
     def weight(self, batch: Mapping[str, Any]) -> float:
-        """The tokens of the answers."""
+        """Return the number of the answers' tokens."""
         return float((batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum())
 
     def validate(self) -> dict[str, float]:
-        """``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first ``val_batches``
-        global batches."""
+        """Return ``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first
+        ``val_batches`` global batches."""
         found = super().validate()
         # exp() of more than 709 overflows.
         return {**found, "perplexity": math.exp(min(found["loss"], 700.0))} if found else {}

@@ -1,5 +1,4 @@
-"""Keeps the batches after which no optimizer step was taken, so that somebody can look at them, and leaves
-those out that have nothing."""
+"""Batches without an optimizer step: they are kept for inspection, and empty ones are left out."""
 
 from __future__ import annotations
 
@@ -29,27 +28,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "skipped"
-"""Below the run's directory."""
+"""Their directory, below the run's."""
 
 MOST_KEPT = 20
 
 EMPTY_GLOBAL_BATCHES = "empty_global_batches"
-"""Metric: global batches of a step that were left out, where there were any; they are among its
-``skipped_steps`` too."""
+"""Metric: number of global batches of a step that were left out, if any; ``skipped_steps`` includes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
-    """Trains, and keeps what could not be trained on.
+    """Trains, and keeps batches that could not be trained on.
 
     For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json``
-    of another role (what was seen first on which rank, in which micro-batch and rows) and
-    ``step_N.safetensors`` beside it (those rows of the batch, all columns, and their numbers as ``row``;
-    where nobody knows the rows, the whole global batch). Where a step trains on its batch several times, the
-    later ones are ``step_N_2`` and so on. The first twenty are kept.
+    for another role (the first occurrence: rank, micro-batch and rows), and next to it ``step_N.safetensors``
+    (those rows of the batch, all columns, and their numbers as ``row``; the whole global batch if the rows
+    are unknown). If a step trains on its batch several times, the later ones are ``step_N_2`` and so on. The
+    first twenty are kept.
 
     Attributes:
-        directory: made when it is needed; None keeps nothing.
+        directory: created when it is needed; None keeps nothing.
     """
 
     directory: Path | None = None
@@ -67,17 +65,17 @@ class SkippedBatches:
         mbs: int | None = None,
         role: Role | None = None,
     ) -> dict[str, Any]:
-        """``policy.train``.
+        """Call ``policy.train``, and keep a batch that could not be trained on.
 
         Args:
-            policy: what is trained.
+            policy: the model to train.
             batch: [B] rows.
             loss_fn: the loss.
             step: number of the step.
             records: [B] index in the training data of the record that each row comes from.
             gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's
                 configuration.
-            role: that the model plays, where it is not the actor.
+            role: role of the model, if it is not the actor.
 
         Raises:
             NonFiniteError: see ``Policy.train``; the batch is kept before.
@@ -145,7 +143,7 @@ class SkippedBatches:
 
 
 def _rows(found: Mapping[str, Any]) -> list[int]:
-    """The rows in which it was seen first, or all of the global batch."""
+    """Return the rows of the first occurrence, or all rows of the global batch."""
     seen = [row for place in found["seen"] for row in place["rows"]]
     return seen or list(range(*found["rows"]))
 
@@ -163,7 +161,7 @@ def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> No
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with numbers that JSON does not have as text."""
+    """Return ``value`` with numbers that JSON cannot hold replaced by text."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -173,12 +171,12 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The global batches of a step in which something counts.
+    """The global batches of a step in which a token counts.
 
     Attributes:
-        batch: their rows, in their order; without any there is nothing to train on.
+        batch: their rows, in order; if there are none, there is nothing to train on.
         rows: their numbers in the batch of the step.
-        left_out: how many others there were.
+        left_out: number of the other global batches.
     """
 
     batch: BatchedDataDict[Any]
@@ -186,7 +184,7 @@ class Filled:
     left_out: int
 
     def with_left_out(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of training with what was left out."""
+        """Add the number of global batches that were left out to the metrics of training."""
         if not self.left_out:
             return metrics
         skipped = metrics.get("skipped_steps", 0.0) + self.left_out
@@ -194,7 +192,7 @@ class Filled:
 
 
 def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
-    """The global batches of ``size`` rows in which a token counts that has a log-probability. After others an
+    """Return the global batches of ``size`` rows in which a token with a log-probability counts. On others an
     optimizer step would move weights by momentum and decay alone."""
     import torch
 
@@ -209,10 +207,10 @@ def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Says which steps had nothing to train on, and ends a run that has had too many in a row.
+    """Reports steps without anything to train on, and ends a run that has had too many in a row.
 
     Attributes:
-        most: that many in a row (``policy.max_consecutive_skips``).
+        most: maximum number in a row (``policy.max_consecutive_skips``).
         section: of the algorithm, for the message.
         in_a_row: so far.
     """
@@ -222,10 +220,10 @@ class EmptySteps:
     in_a_row: int = field(default=0, init=False)
 
     def look(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> None:
-        """Look at a batch before it is trained on.
+        """Check a batch before it is trained on.
 
         Args:
-            batch: what a step would train on, with its masks.
+            batch: the batch of a step, with its masks.
             samples: the same rows, with ``truncated`` and ``masked`` [B] bool.
             step: its number.
 
@@ -260,7 +258,7 @@ class EmptySteps:
 
 
 NO_SIGNAL_STEPS = (1, 5)
-"""Steps that are looked at: a run that does not learn should be stopped early, and the first step may be
+"""Steps that are checked: a run that does not learn should be stopped early, and the first step may be
 chance."""
 
 _WHOLE_SOLUTIONS = ("####", "\\boxed")
@@ -273,17 +271,17 @@ def warn_of_no_signal(
     records: Sequence[Example],
     config: RunConfig,
 ) -> None:
-    """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards tell no response from another, so that the
+    """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards do not distinguish responses, so that the
     step has no gradient.
 
-    That is where all advantages are 0, and, for estimators with values of their own, where all rewards are
-    the same.
+    That is so if all advantages are 0, and, for estimators with values of their own, if all rewards are
+    equal.
 
     Args:
         step: of the run, counted from 1.
         samples: ``reward`` [B], ``masked`` [B] bool, ``truncated`` [B] bool, ``generation_lengths`` [B].
         advantages: [B, 1] or [B, S].
-        records: [B], what each response answers.
+        records: [B], the record of each response.
         config: of the run.
     """
     rewards = samples["reward"][~samples["masked"]]
@@ -310,7 +308,7 @@ def warn_of_no_signal(
 def likely_causes(
     samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig
 ) -> Iterator[str]:
-    """Yield what makes all rewards equal, as far as the responses and the references show it."""
+    """Yield likely reasons why all rewards are equal, from the responses and the references."""
     rewards = [
         reward
         for key, section in environments_of(config["env"]).items()

@@ -1,5 +1,5 @@
-"""Training on given answers: what supervised fine-tuning, preference optimisation and reward models have in
-common."""
+"""Training on given answers: the common part of supervised fine-tuning, preference optimisation and reward
+models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SupervisedConfig(TypedDict):
-    """Steps and validation of a training on given answers. A sample is a row, and of preferences a pair."""
+    """Steps and validation of a training on given answers. A sample is a row, or for preferences a pair."""
 
     max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
     max_num_epochs: NotRequired[
@@ -49,11 +49,11 @@ class SupervisedConfig(TypedDict):
 
 
 class Supervised(Algorithm):
-    """One step trains on one global batch of records; a validation gives means over records, weighted as
-    ``weight`` says.
+    """Training on given answers. A step trains on one global batch of records; a validation returns means
+    over records, weighted by ``weight``.
 
     Args:
-        parts: what it is made of.
+        parts: models, data and tools of the run.
         loss_fn: of a global batch.
     """
 
@@ -94,8 +94,8 @@ class Supervised(Algorithm):
         }
 
     def validate(self) -> dict[str, float]:
-        """Weighted means of ``validated()`` over the first ``val_batches`` global batches, and ``samples``,
-        the number of records."""
+        """Return weighted means of ``validated()`` over the first ``val_batches`` global batches, and
+        ``samples``, the number of records."""
         if self.validation_data is None:
             return {}
         size, batches = self.config["val_global_batch_size"], self.config["val_batches"]
@@ -119,26 +119,26 @@ class Supervised(Algorithm):
         return {**{name: total / weights for name, total in sums.items()}, "samples": records}
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """Make the batch that the loss reads of these records; filled up to ``rows`` rows, those without a
-        record with ``sample_mask`` 0."""
+        """Return the batch of these records that the loss reads, padded to ``rows`` rows; rows without a
+        record have ``sample_mask`` 0."""
         from megarl.distributed.token_batches import supervised_batch
 
         return supervised_batch(data.select(records), self.pad_token_id, rows)
 
     def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics of a call of ``train``."""
+        """Return the metrics of a call of ``train``."""
         from megarl.algorithms.train_results import step_metrics
 
         return step_metrics(result, self.loss_fn)
 
     @abstractmethod
     def validated(self) -> Sequence[str]:
-        """The metrics that a validation tells."""
+        """Return the names of the metrics of a validation."""
 
     def weight(self, batch: Mapping[str, Any]) -> float:
-        """Records of a batch, which its metrics are means over."""
+        """Return the number of records of a batch, by which its metrics are weighted."""
         return float(batch["sample_mask"].sum()) / self.rows_of_record
 
     def _rows(self, global_batch: int, micro_batch: int) -> tuple[int, int]:
-        """Sizes of batches in rows."""
+        """Return the sizes of batches in rows."""
         return self.rows_of_record * global_batch, self.rows_of_record * micro_batch

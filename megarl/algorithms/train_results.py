@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, float]:
-    """Metrics of a training call.
+    """Return the metrics of a training call.
 
     ``loss`` and ``grad_norm`` are means over its global batches, the others are reduced as the loss declares.
     There is no ``grad_norm`` after an evaluation.
@@ -30,8 +30,8 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
 
 
 def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, float]:
-    """Metrics of several training calls with one batch: the least or largest of those that the loss reduces
-    so, of others the mean; those that only some of them have are of these."""
+    """Return the metrics of several training calls with one batch: the minimum or maximum of metrics that the
+    loss reduces so, the mean of others. A metric that only some calls have is reduced over these."""
     found = [step_metrics(result, loss_fn) for result in results]
     values = {
         name: [metrics[name] for metrics in found if name in metrics]
@@ -48,8 +48,8 @@ def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunctio
 def trained_sequences(
     batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction
 ) -> Sequences:
-    """The sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the answer
-    of ``Policy.train``."""
+    """Return the sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the
+    result of ``Policy.train``."""
     scored = scored_tokens(batch) if getattr(loss_fn, "skips_masked", False) else None
     if reads_values(loss_fn):
         scored = int(
@@ -59,6 +59,6 @@ def trained_sequences(
 
 
 def scored_tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch whose log-probabilities a pass under its masks computes; the first of a row has
-    none."""
+    """Return the number of tokens of a batch whose log-probabilities a pass under its masks computes; the
+    first token of a row has none."""
     return int(under_mask(batch)[:, 1:].count_nonzero())

@@ -1,5 +1,6 @@
-"""Time-sharing of devices by several models, of which one at a time has its parameters there; nothing about
-the turns of a conversation."""
+"""Time-sharing of devices by several models, of which only one at a time has its parameters there. It has
+nothing
+to do with the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Time-sharing of the devices by the models of a run. A model that is alone keeps them, and nothing is
-    moved here.
+    """Time-sharing of the devices by the models of a run. A single model keeps them, and nothing is moved
+    here.
 
     Args:
         models: by role; those that have workers. Any of them may be on the devices.
@@ -24,8 +25,8 @@ class Turns:
         self._may_be_there = set(models)
 
     def take(self, role: Role) -> None:
-        """Offload all other models. The one of ``role`` is loaded by its own ``prepare_for_training`` and the
-        like."""
+        """Offload all other models. The model of ``role`` is loaded by its own ``prepare_for_training`` or a
+        similar method."""
         for other in [each for each in self._models if each in self._may_be_there and each != role]:
             self._models[other].offload_after_refit()
             self._may_be_there.remove(other)

@@ -20,8 +20,8 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | None = None,
 ) -> Tensor:
-    """``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one is
-    given.
+    """Return ``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one
+    is given.
 
     Values under a zero mask never reach the result, not even NaN or infinity. An empty mask gives exactly 0.
 
@@ -58,19 +58,19 @@ def calculate_kl(
     input_clamp_value: float | None = None,
     output_clamp_value: float | None = None,
 ) -> Tensor:
-    """Estimate of KL(policy || reference) for each token sampled from the policy.
+    """Estimate KL(policy || reference) for each token sampled from the policy.
 
     With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d,
     unbiased; ``k2`` d^2 / 2, biased, but its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased
-    and negative by rounding alone, which is larger than it for small d. Autograd through it gives gradients
-    of the value, which stop at a clamp and are not those of the divergence for k1 and k3;
-    ``ClippedPGLossFn`` has the right ones. Same shape and dtype as the inputs.
+    and negative only by rounding, which exceeds its value for small d. Autograd through the result gives
+    gradients of the value, which stop at a clamp and are not those of the divergence for k1 and k3;
+    ``ClippedPGLossFn`` has the correct ones. Same shape and dtype as the inputs.
 
     Args:
         logprobs, logprobs_reference: same shape, float; of the policy and of the reference.
         kl_type: which estimator.
         input_clamp_value: d is clamped to plus and minus this; None for no clamp.
-        output_clamp_value: the estimate is clamped alike; None for no clamp.
+        output_clamp_value: the estimate is clamped likewise; None for no clamp.
     """
     difference = logprobs_reference - logprobs
     if input_clamp_value is not None:
@@ -90,7 +90,7 @@ def calculate_kl_penalty_joschu2020(
     input_clamp_value: float | None = None,
     output_clamp_value: float | None = None,
 ) -> Tensor:
-    """``calculate_kl`` with the estimator k3, under the name that the NeMo-RL policy API has for it."""
+    """Call ``calculate_kl`` with the estimator k3, under the name that the NeMo-RL policy API has for it."""
     return calculate_kl(logprobs_policy, logprobs_reference, "k3", input_clamp_value, output_clamp_value)
 
 

@@ -1,4 +1,4 @@
-"""Losses of values: of models that score (``LossInputType.VALUE``), a reward model's and a value model's.
+"""Losses of values, for models that score (``LossInputType.VALUE``): a reward model's and a value model's.
 
 The sources of the equations are in ``megarl/algorithms/README.md``.
 """
@@ -20,13 +20,13 @@ from megarl.observe.metrics import Reduction
 
 
 class PreferenceLoss:
-    """Bradley-Terry: ``mean(-log sigmoid(r_chosen - r_rejected))``, r what the model says at the last token
-    of an answer.
+    """Bradley-Terry loss: ``mean(-log sigmoid(r_chosen - r_rejected))``, where r is the model's score at the
+    last token of an answer.
 
-    Rows alternate chosen and rejected. The mean runs over the pairs of the global batch: the normaliser is
+    Rows alternate chosen and rejected. The mean is over the pairs of the global batch: the normaliser is
     ``global_valid_seqs / 2``. A pair counts when both of its rows do. ``accuracy`` is the share of pairs
-    whose chosen answer has the higher score (equal scores are not right), ``margin`` the mean of ``r_chosen -
-    r_rejected``.
+    whose chosen answer has the higher score (equal scores are not correct), ``margin`` the mean of ``r_chosen
+    - r_rejected``.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -49,7 +49,7 @@ class PreferenceLoss:
     def __call__(
         self, data: BatchedDataDict, global_valid_seqs: Tensor, global_valid_toks: Tensor, values: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``.
+        """Return loss and metrics, see ``LossFunction``.
 
         Raises:
             BatchError: a key is missing, a shape does not fit, or the number of rows is odd.
@@ -90,9 +90,8 @@ class ValueLoss:
 
         loss = 1/2 mean(max((v - R)^2, (v_0 + clip(v - v_0, -value_clip, value_clip) - R)^2))
 
-    The value of the state before token t is what the model says at token t - 1. ``clipped_share`` is the
-    share of tokens whose clipped error is the larger one, so that they have no gradient, or one towards the
-    bound.
+    The value of the state before token t is the model's output at token t - 1. ``clipped_share`` is the share
+    of tokens whose clipped error is the larger one, so that they have no gradient, or one towards the bound.
 
     Args:
         value_clip: largest change of a value that is rewarded; None for no clip.
@@ -127,8 +126,8 @@ class ValueLoss:
     def __call__(
         self, data: BatchedDataDict, global_valid_seqs: Tensor, global_valid_toks: Tensor, values: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``LossFunction``. The data has ``returns`` and ``prev_values`` [B, S]: column t is of token t,
-        and of the state before it.
+        """Return loss and metrics, see ``LossFunction``. The data has ``returns`` and ``prev_values`` [B, S]:
+        column t is of token t, and of the state before it.
 
         Raises:
             BatchError: a key is missing or a shape does not fit.
@@ -168,14 +167,14 @@ class ValueLoss:
 
 
 def last_values(values: Tensor, lengths: Tensor) -> Tensor:
-    """[B]: of each row of ``values`` [B, S] the entry at its last token, ``lengths`` [B] int tokens, at least
-    1. Differentiable."""
+    """Return [B]: from each row of ``values`` [B, S] the entry at its last token; ``lengths`` [B] int counts
+    its tokens, at least 1. Differentiable."""
     return values.gather(1, lengths.long()[:, None] - 1).squeeze(1)
 
 
 def _check(loss: str, data: BatchedDataDict, values: Tensor, keys: Mapping[str, int]) -> None:
-    """Refuse a micro-batch that lacks one of the keys, each with its number of dimensions, or holds one of
-    another shape."""
+    """Refuse a micro-batch that lacks one of the keys, each with its number of dimensions, or in which one
+    has another shape."""
     for key, dimensions in keys.items():
         shape: Sequence[int] = values.shape[:dimensions]
         if key not in data:

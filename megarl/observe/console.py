@@ -1,4 +1,4 @@
-"""The console of a run: one line a step, and a progress bar where the terminal can show one."""
+"""The console output of a run: one line per step, and a progress bar if the terminal can show one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _OF_A_SET = "/samples"
 
 
 class TrainingConsole:
-    """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of
-    at most 100 columns.
+    """The console output of a run. On a terminal it shows coloured lines above a live progress bar; in a pipe
+    or file it writes plain lines of at most 100 columns.
 
-    Use it as a context manager, or call ``start`` and ``finish``. The terminal is given back as it was when
-    an exception ends the block.
+    Use it as a context manager, or call ``start`` and ``finish``. If an exception ends the block, the
+    terminal is restored.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TrainingConsole:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        total_steps: number of the last step of the whole run, also when it resumes in the middle.
-        title: what is trained, in a few words.
+        total_steps: number of the last step of the whole run, even if the run resumes in the middle.
+        title: a few words about what is trained.
         quiet: show nothing at all.
-        console: where to write; standard output when None.
+        console: where to write; standard output if None.
         clock: monotonic seconds.
         """
         self._total_steps = total_steps
@@ -85,10 +85,10 @@ class TrainingConsole:
         self._phase: Phase | None = None
 
     def start(self, first_step: int = 0) -> None:
-        """Show the title and, on a terminal, the bar.
+        """Show the title and, on a terminal, the progress bar.
 
         Args:
-            first_step: steps that an earlier launch has finished already.
+            first_step: number of steps that earlier launches have finished.
         """
         self._started_at = self._last_step_at = self._clock()
         if self._quiet:
@@ -108,7 +108,7 @@ class TrainingConsole:
             self._phase = self._under_way.enter_context(phase(f"step {first_step + 1}", is_told=False))
 
     def working_on(self, name: str) -> None:
-        """Show which phase of a step is under way; empty for none."""
+        """Show which phase of a step is running; an empty name shows none."""
         if self._phase is not None:
             self._phase.detail = name
 
@@ -118,8 +118,8 @@ class TrainingConsole:
         Args:
             step: its number, from 1 to ``total_steps``.
             metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (each also under ``train/``) and
-                the output of ``PhaseTimer.collect`` (also under ``timing/``); what is missing is left out of
-                the line.
+                the output of ``PhaseTimer.collect`` (also under ``timing/``); the line leaves out missing
+                ones.
         """
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)
@@ -144,8 +144,8 @@ class TrainingConsole:
             self._phase.done, self._phase.rest_s = step, remaining_s
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation, in the order they come; those of a set among several
-        (``NAME/...``) on a line of their own."""
+        """Show the metrics of a validation in their order. If there are several sets, each set (``NAME/...``)
+        gets its own line."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
         lines: dict[str, dict[str, str]] = {"": {}, **{name: {} for name in sets}}
         for name, value in metrics.items():
@@ -163,7 +163,7 @@ class TrainingConsole:
             )
 
     def stopped(self, text: str) -> None:
-        """Say why the run ends before its last step, in place of what ``finish`` would say."""
+        """Show why the run ends before its last step, instead of the text of ``finish``."""
         self._finished = True
         self.stop_bar()
         self.note(text)
@@ -173,7 +173,7 @@ class TrainingConsole:
         self._say(Text(text, style="bright_black"))
 
     def finish(self) -> None:
-        """Take the bar away and say how long it took; a second call does nothing."""
+        """Remove the progress bar and show how long the run took; a second call does nothing."""
         self.stop_bar()
         if self._finished:
             return
@@ -190,7 +190,7 @@ class TrainingConsole:
         )
 
     def _add_performance(self, metrics: Mapping[str, Any]) -> None:
-        """Sum up the rates of the steps from the second one on: the first also pays for what is made once."""
+        """Sum up the throughput metrics from the second step on; the first step includes one-time work."""
         if self._steps >= _STEADY_STEP:
             for name, value in metrics.items():
                 if name.startswith("performance/"):
@@ -229,12 +229,12 @@ class TrainingConsole:
         return self._console.width if self._console.is_terminal else _PLAIN_WIDTH
 
     def stop_bar(self) -> None:
-        """Take the bar away, after the last step."""
+        """Remove the progress bar after the last step."""
         self._under_way.close()
 
 
 def _number(value: Any) -> str:
-    """Return a short number; empty for what is not one."""
+    """Format a value as a short number; return an empty string if the value is not a number."""
     if isinstance(value, int):
         return f"{value:,}"
     try:

@@ -1,4 +1,4 @@
-"""Drawing: colours, axes and curves that the pictures and the report share."""
+"""Drawing helpers: colours, axes and curves that the plots and the report share."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ OTHER_COLOUR = "#8a9299"
 GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
 TIMELINE_STEPS = 12
-"""Of a timeline, so that a step has some pixels."""
+"""Number of last steps that a timeline shows, so that each step is some pixels wide."""
 MOST_BARS = MOST_DOTS = 60
 MOST_POINTS = 400
-"""Maximum number of points of a curve that are plotted one by one; a longer curve shows the mean and range of
-equal parts."""
+"""Maximum number of points of a curve that are plotted individually. A longer curve is downsampled into equal
+bins and shows their mean and range."""
 
 
 def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
-    """Raw values faint, their running mean bold; of very many, their means with the range around them."""
+    """Draw a curve's raw values faintly and their running mean boldly. A curve of more than ``MOST_POINTS``
+    values is drawn as the means of bins with their range."""
     if len(curve.steps) > MOST_POINTS:
         steps, means, lowest, highest = thinned(curve, MOST_POINTS)
         axes.fill_between(steps, lowest, highest, color=colour, alpha=0.22, linewidth=0.8)
@@ -77,8 +78,8 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
 
 @contextmanager
 def plain_text() -> Iterator[None]:
-    """Inside, words are drawn as they are: between two dollar signs, as names of runs may have them,
-    matplotlib would read a formula.
+    """Draw all text literally inside the context. Otherwise matplotlib would typeset text between two dollar
+    signs, which names of runs may contain, as a formula.
 
     Raises:
         MegarlError: matplotlib is not installed.
@@ -95,24 +96,24 @@ def plain_text() -> Iterator[None]:
 
 
 def cycled_colours(count: int) -> list[str]:
-    """That many colours, the first ones again where there are not enough."""
+    """Return ``count`` colours of the palette, which repeats if it has fewer."""
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
 def marker_of(curve: Series) -> str:
-    """Return points for a curve of few points, none for one of many."""
+    """Return matplotlib's marker for a curve: a dot for at most 30 points, none for more."""
     return "o" if len(curve.steps) <= 30 else ""
 
 
 def one_panel(title: str) -> tuple[Figure, Axes]:
-    """Return a figure with one panel."""
+    """Return a figure with a single panel, and the panel."""
     figure, panels = stacked_panels(title, 1)
     return figure, panels[0]
 
 
 def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels above each other that share the step axis. Needs no display: a Figure of
-    its own draws by Agg."""
+    """Return a figure with ``count`` panels that are stacked vertically and share the step axis. No display
+    is needed, because the figure is drawn by Agg."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.8 if count == 1 else 7.0), dpi=120, layout="constrained")
@@ -122,7 +123,8 @@ def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
 
 
 def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = True) -> None:
-    """Labels, grid and, when asked for, legend; ``last`` is the panel that has the step axis."""
+    """Set the label, the grid and, if requested, the legend of a panel. Only the ``last`` panel gets a step
+    axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylabel(y_label, fontsize=11)
@@ -141,11 +143,11 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
 
 
 def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
-    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are
-    called ``grpo``.
+    """Return for each path the shortest suffix that distinguishes the runs: ``grpo``, or ``seed-1/grpo`` if
+    several are called ``grpo``.
 
-    None begins with an underscore, as matplotlib leaves such names out of legends; bytes that are no UTF-8
-    are replaced.
+    No label begins with an underscore, because matplotlib leaves such names out of legends; bytes that are
+    not UTF-8 are replaced.
     """
     parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
     for length in range(1, max(map(len, parts), default=1) + 1):
@@ -156,7 +158,7 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
-    """Return metrics of the phases of the top level that make a step long, longest first."""
+    """Return the timing metrics of the top-level phases that add to a step's duration, longest first."""
     names = [
         name
         for name in series
@@ -170,23 +172,23 @@ def phase_names(series: Mapping[str, Series]) -> list[str]:
 
 
 def of_training(curve: Series) -> Series:
-    """Return the curve without step 0, whose row is about the validation before the first step; as it is
-    where there is nothing else."""
+    """Return the curve without step 0, which only has the validation before training. A curve with no other
+    step is returned unchanged."""
     first = next((index for index, step in enumerate(curve.steps) if step > 0), 0)
     return Series(curve.steps[first:], curve.values[first:])
 
 
 def phase_title(name: str) -> str:
-    """``timing/reference_logprobs_s`` in words."""
+    """Return a readable title for a metric such as ``timing/reference_logprobs_s``."""
     return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
 
 
 def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
-    """Draw the seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is
-    ``other``.
+    """Draw the seconds of all phases of a step as stacked bars, at most 60 of them. Time outside all phases
+    is ``other``.
 
     Returns:
-        What the legend says, for ``axes.legend`` or ``figure.legend``.
+        The arguments of the legend, for ``axes.legend`` or ``figure.legend``.
     """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
     steps = sorted(
@@ -223,13 +225,13 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
 
 
 def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
-    """Draw when trainer and engines of an asynchronous run work in its last steps.
+    """Draw when the trainer and the engines of an asynchronous run work during its last steps.
 
-    Seconds are those from the first of these steps on. A step waits for its groups before it trains on those
-    that are complete first, and otherwise at its end, as the engines do.
+    Seconds count from the first of these steps. A step that trains on the first complete groups waits for
+    them before training; any other step waits at its end, as the engines do.
 
     Returns:
-        What the legend says, as of ``draw_phases``.
+        The arguments of the legend, as from ``draw_phases``.
     """
     steps = series[STEP].steps[-TIMELINE_STEPS:]
     whole, wait, idle = (

@@ -1,5 +1,5 @@
-"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it started again, and
-how it ended. ``metrics.jsonl`` cannot say that: it is cut back on resume."""
+"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it restarted, and how
+it ended. ``metrics.jsonl`` cannot record this, because it is truncated on resume."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "launches.jsonl"
 FINISHED = "finished"
 ENGINES, WORKERS = "engines", "workers"
-"""What a launch starts again: the rollout engines alone, or all workers."""
+"""Values of ``Restart.what``: only the rollout engines were restarted, or all workers."""
 _LONGEST_REASON = 300
 T = TypeVar("T")
 UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
-"""Seconds that have a date."""
+"""Unix seconds in the range that can be converted to a date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Restart:
         what: ``ENGINES`` or ``WORKERS``.
         time: unix seconds.
         reason: the first line of the error.
-        step: finished steps that all workers went on after; None for engines, which lose none.
+        step: number of finished steps from which all workers continued; None for engines, which lose no
+            steps.
     """
 
     what: str
@@ -55,14 +56,15 @@ class Launch:
 
     Attributes:
         start: unix seconds.
-        first_step: steps that earlier launches had finished; None where it ended before it had looked.
-        total_steps: number of the last step of the run; None likewise.
+        first_step: number of steps that earlier launches had finished; None if the launch ended before it
+            determined this.
+        total_steps: number of the last step of the run; None as for ``first_step``.
         host: host name of the driver.
-        process: process id of the driver there.
+        process: process id of the driver on that host.
         job_id: Slurm job, or empty.
-        end: unix seconds; None for a launch that runs, or that was killed.
-        outcome: ``"finished"`` or why it ended; None as ``end``.
-        restarts: within it, in their order.
+        end: unix seconds; None for a launch that is running or was killed.
+        outcome: ``"finished"`` or why it ended; None as for ``end``.
+        restarts: restarts within the launch, in order.
     """
 
     start: UnixSeconds
@@ -81,11 +83,11 @@ _LAUNCH, _RESTART = TypeAdapter(Launch), TypeAdapter(Restart)
 
 @dataclass
 class LaunchOutcome:
-    """The end that is recorded for a launch, unless an error ends it.
+    """The outcome that is recorded for a launch, unless an error ends the launch.
 
     Attributes:
-        text: in words.
-        path: of the file; None where it cannot be written.
+        text: the outcome in words.
+        path: path of the file; None if it cannot be written.
     """
 
     text: str = "stopped before its last step"
@@ -96,12 +98,12 @@ class LaunchOutcome:
         self._identity = None if self.path is None else _identity(self.path)
 
     def restarted(self, what: str, error: BaseException, step: int | None = None) -> None:
-        """Write down that something is started again now; see ``Restart``."""
+        """Record that engines or workers are restarted now; see ``Restart``."""
         self.write({"restart": {"what": what, "time": time.time(), "reason": _reason(error), "step": step}})
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, unless the launch's own was never written, or the file is another one by now: there it
-        would be of another launch."""
+        """Append a line. Do nothing if the launch's first line was never written or the file has been
+        replaced since, because the line would then be attributed to another launch."""
         if self.path is not None and _identity(self.path) == self._identity is not None:
             _append(self.path, entry)
 
@@ -114,8 +116,8 @@ _open_launches: dict[Path, LaunchOutcome] = {}
 
 @contextmanager
 def recorded_start(run_dir: Path) -> Iterator[None]:
-    """Write down a launch that is lost, or late, in what it does before ``recorded_launch``. One that is
-    refused leaves nothing."""
+    """Record a launch that loses a worker or hangs before it reaches ``recorded_launch``. A launch that is
+    refused for another error is not recorded."""
     path = run_dir / FILE_NAME
     _starting[path] = time.time()
     try:
@@ -142,11 +144,11 @@ def _start(begun: float) -> dict[str, Any]:
 
 @contextmanager
 def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[LaunchOutcome]:
-    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the
-    record, not the run.
+    """Record that a launch starts now and, when the context exits, how it ended. If the disk is full, only
+    the record is lost; the run continues.
 
     Yields:
-        What will be written: whoever reaches the last step sets it to ``FINISHED``.
+        The outcome that will be recorded. Set its text to ``FINISHED`` once the last step is done.
     """
     path = run_dir / FILE_NAME
     start = _start(_starting.pop(path, time.time()))
@@ -167,19 +169,19 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
 
 
 def end_open_launches(outcome: str) -> None:
-    """Write down how the launches of this process end, where it is going to leave without an error that would
-    say so."""
+    """Record the outcome of this process's open launches, before the process exits without an error that
+    would record it."""
     _end_starting(outcome)
     while _open_launches:
         _open_launches.popitem()[1].write(_end(outcome))
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
-    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left
-    half-written are skipped.
+    """Return the launches of a run, oldest first; empty if the run has no such file. Partial lines of a
+    killed launch are skipped.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        OSError: the file exists but cannot be read.
     """
     try:
         lines = (run_dir / FILE_NAME).read_bytes().splitlines()
@@ -208,7 +210,7 @@ def restarts_within(launches: Iterable[Launch], what: str) -> int:
 
 
 def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
-    """None for an entry that lacks something or has it of another type, as a damaged file may."""
+    """Validate an entry; return None if a field is missing or has a wrong type, as in a damaged file."""
     try:
         # By way of JSON, whose lists a strict validation takes for tuples; it refuses Python's.
         return adapter.validate_json(json.dumps(entry), strict=True)
@@ -230,7 +232,7 @@ def _end(outcome: str) -> dict[str, Any]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file that is; None where there is none."""
+    """Return the device and inode of a file, or None if there is no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -239,7 +241,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Append a line; returns whether it was written."""
+    """Append a line, and return whether it was written."""
     try:
         with path.open("ab+") as stream:
             # What a killed launch left of a line must not swallow this one.

@@ -1,5 +1,4 @@
-"""Reduction of metrics: how the values of one, one per micro-batch and rank, become the number of a step.
-Pure Python."""
+"""Reduction of a metric's values, one per micro-batch and rank, to one number per step. Pure Python."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from types import MappingProxyType
 
 
 class Reduction(Enum):
-    """Reduction of the micro-batch values of a metric to its value for the step."""
+    """Reduction of a metric's micro-batch values to its value for the step."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -20,7 +19,8 @@ class Reduction(Enum):
 
 FAR = 0.05
 MISMATCH_MEAN, MISMATCH_MAX, MISMATCH_SHARE = "mismatch_mean", "mismatch_max", f"mismatch_share_above_{FAR}"
-"""Metrics of the difference between the log-probabilities of generation and of the policy, of each token."""
+"""Metrics of the absolute difference, per token, between the log-probabilities of generation and of the
+policy."""
 
 # The same number is reported by every micro-batch, so adding them would multiply it.
 _REPEATED_NAMES = (
@@ -38,14 +38,14 @@ _REPEATED_NAMES = (
 DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {name: Reduction.MEAN for name in _REPEATED_NAMES}
 )
-"""Reductions of the names that are not sums and that no loss has to declare."""
+"""Reductions of well-known metrics that are not sums. A loss need not declare them."""
 
 
 def default_reduction(name: str) -> Reduction:
-    """Return the reduction of a metric that nobody declared: by known name, then by suffix (``_min``,
-    ``_max``), else a sum.
+    """Return the reduction of an undeclared metric: by well-known name, else by suffix (``_min``, ``_max``),
+    else a sum.
 
-    A prefix such as ``train/`` plays no part.
+    A prefix such as ``train/`` is ignored.
     """
     bare_name = name.rsplit("/", 1)[-1]
     if bare_name in DEFAULT_REDUCTIONS:
@@ -58,12 +58,12 @@ def default_reduction(name: str) -> Reduction:
 
 
 def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
-    """Return one number from the values of one metric.
+    """Reduce the values of one metric to a number.
 
     Args:
         values: numbers, or zero-dimensional tensors; at least one.
-        reduction: how to combine them. A NaN among the values gives NaN under every reduction, so that a
-            fault on one rank is seen whatever the order of the ranks.
+        reduction: how to combine them. Any NaN among the values gives NaN under every reduction, so that a
+            fault on one rank shows regardless of the order of the ranks.
 
     Raises:
         ValueError: there is no value.
@@ -85,11 +85,11 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
 def reduce_metrics(
     all_mb_metrics: Mapping[str, Sequence[float]], reductions: Mapping[str, Reduction] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of a step from those of its micro-batches.
+    """Reduce the metrics of micro-batches to those of the step.
 
     Args:
         all_mb_metrics: per name, the values of all micro-batches of all data-parallel ranks.
-        reductions: what the loss declares (``loss_fn.metric_reductions``); names missing there follow
+        reductions: reductions that the loss declares (``loss_fn.metric_reductions``); missing names follow
             ``default_reduction``.
 
     Returns:
@@ -104,8 +104,8 @@ def reduce_metrics(
 
 
 def _exact_sum(numbers: Sequence[float]) -> float:
-    """Return a sum that does not depend on the order of the ranks; ``fsum`` refuses infinities of both signs
-    and overflow."""
+    """Return a sum that does not depend on the order of the ranks. Fall back to ``sum`` if ``fsum`` refuses,
+    for infinities of both signs or overflow."""
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):

@@ -1,5 +1,5 @@
-"""The file ``metrics.jsonl``: one JSON object a line, appended while training, cut back on resume, read by
-the plots."""
+"""The file ``metrics.jsonl``: one JSON object per line, appended during training, truncated on resume, and
+read by the plots."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines file.
+    """Writer that appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines
+    file.
 
-    Every row reaches the operating system before ``append`` returns. NaN and infinities have no JSON form:
-    they are written as null and logged as a warning.
+    Every row is handed to the operating system before ``append`` returns. NaN and infinities have no JSON
+    form, so they are written as null, with a warning in the log.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending and drop a half-written last line that a killed run left there.
+        """Open ``path`` for appending, and remove a partial last line that a killed run may have left.
 
         Raises:
             OSError: the file cannot be opened.
@@ -42,15 +43,15 @@ class MetricsFile:
         """Write one row.
 
         Raises:
-            OSError: as ``append_line``.
+            OSError: as for ``append_line``.
         """
         self.append_line(encoded(row))
 
     def append_line(self, line: bytes) -> None:
-        """Write one row as ``encoded`` gives it.
+        """Write one row that ``encoded`` has returned.
 
         Raises:
-            OSError: it could not be written whole; what was written of it is taken back.
+            OSError: the row could not be written completely; a partial row is removed again.
         """
         self._find_again()
         size_before = os.fstat(self._descriptor).st_size
@@ -62,12 +63,13 @@ class MetricsFile:
             raise
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows of later steps, and return how many. Where they are the last ones, as usual, the
-        file is cut, which takes no room on a disk that may be full; else it is replaced in one rename, never
-        half-written.
+        """Remove the rows of later steps, and broken ones; return the number of removed rows.
+
+        If they are the last rows, as usual, the file is truncated, which needs no free disk space. Otherwise
+        the file is replaced by an atomic rename.
 
         Raises:
-            OSError: the file could not be cut, or a new one not be written; the old one stays.
+            OSError: the file could not be truncated, or its replacement not be written; the old file stays.
         """
         self._find_again()
         kept: list[bytes] = []
@@ -98,11 +100,11 @@ class MetricsFile:
             self._descriptor = -1
 
     def _find_again(self) -> None:
-        """Look whether the file is still there, and say so where somebody has removed or replaced it: rows
-        would go where nobody reads.
+        """Write the file again if somebody has removed it, or open its replacement if somebody has replaced
+        it, and log a warning. Otherwise rows would go to a file that nobody reads.
 
         Raises:
-            OSError: it cannot be opened or written again.
+            OSError: the file cannot be opened or written again.
         """
         try:
             there = os.stat(self.path)
@@ -128,7 +130,7 @@ class MetricsFile:
         self._descriptor = descriptor
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Give the file other content, in one rename."""
+        """Replace the file's content by an atomic rename."""
         with whole_file(self.path, durable=True) as stream:
             stream.writelines(lines)
         self._open_again()
@@ -142,17 +144,17 @@ class MetricsFile:
 
 
 def encoded(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of the file."""
+    """Encode a row as a line of the file."""
     # allow_nan=False: Python would write NaN, which no other reader of JSON takes.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics file in file order; a broken last line (a run killed while writing) is
-    skipped.
+    """Return all rows of a metrics file in file order. A broken last line (the run was killed while writing
+    it) is skipped.
 
     Raises:
-        DataError: the file is missing, holds no row, or a line that is not the last is broken.
+        DataError: the file is missing or has no row, or a line before the last one is broken.
     """
     rows = list(stream_metrics(path))
     if not rows:
@@ -163,11 +165,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows one by one, as the file of a long run is larger than what is kept of it; none of a file
-    that has no whole row yet.
+    """Yield the rows one by one, since the file of a long run is larger than what callers keep of it. A file
+    without a complete row yields nothing.
 
     Raises:
-        DataError: as ``read_metrics``, but for an empty file.
+        DataError: as for ``read_metrics``, except for an empty file.
     """
     try:
         with path.open("rb") as stream:
@@ -199,7 +201,7 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the row on a line, or None for one that is broken."""
+    """Return the row on a line, or None if the line is broken."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

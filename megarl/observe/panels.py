@@ -1,5 +1,5 @@
-"""The panels of a report: which metrics they show, of one run or of several over one another, and their
-pictures as SVG."""
+"""The panels of a report: the metrics they show, of one run or of several runs overlaid, and their pictures
+as SVG."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
-"""All metrics of each run, by its label."""
+"""All metrics of each run, by the run's label."""
 # Colours that follow the page, which may be light or dark.
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
 # A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger
@@ -69,8 +69,11 @@ _MOST_CHARACTERS = 44
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve of a panel: the metrics it may come from, its name, whether it is sparse (drawn with points,
-    dashed beside others), and whether it is drawn as it is, without a running mean."""
+    """A curve of a panel.
+
+    It has the metrics that it may come from and a name. A ``sparse`` curve is drawn with points, dashed if
+    several runs are overlaid. A ``plain`` curve is drawn without a running mean.
+    """
 
     metrics: tuple[str, ...]
     name: str
@@ -80,9 +83,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: title, unit of its axis, curves. ``fraction`` fixes the axis to 0 to 1 where all values lie
-    there, ``from_zero`` begins it at 0. With ``zero_is_absent`` a metric that is 0 at every step counts as
-    one that the run does not compute."""
+    """A panel: its title, the unit of its axis, and its curves.
+
+    With ``fraction`` the axis spans 0 to 1 if all values are within that range; with ``from_zero`` it begins
+    at 0. With ``zero_is_absent`` a metric that is 0 at every step is treated as not computed.
+    """
 
     title: str
     unit: str
@@ -92,14 +97,14 @@ class Panel:
     zero_is_absent: bool = False
 
     def shown(self, curve: Curve, series: Mapping[str, Series]) -> Series | None:
-        """Return what a run has of a curve; None if there is nothing to show."""
+        """Return the first of a curve's metrics that the run has, or None if there is nothing to show."""
         found = (series[name] for name in curve.metrics if name in series)
         return next(
             (each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None
         )
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
-        """Return whether a run has any of the curves."""
+        """Return whether a run has any of the panel's curves."""
         return any(self.shown(curve, series) for curve in self.curves)
 
 
@@ -242,11 +247,11 @@ PANELS = (
 
 @plain_text()
 def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
-    """Return the SVG of every panel that has something to show, by title, and that of the phases.
+    """Return, by title, the SVG of every panel that has something to show, and of the time by phase.
 
     Args:
-        runs: one run, or several that are drawn over one another.
-        restarts: steps after which a single run started again.
+        runs: one run, or several that are overlaid.
+        restarts: steps after which a single run was restarted.
 
     Raises:
         MegarlError: matplotlib is not installed.
@@ -290,11 +295,11 @@ def _draw_timing(runs: Runs) -> str:
 
 
 def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
-    """Draw the curves that the runs have of a panel; of several runs the handles tell the kinds of curves,
-    and the page tells the runs.
+    """Draw a panel's curves for all runs. With several runs the legend's handles distinguish the kinds of
+    curves only, and the page explains the colours of the runs.
 
     Returns:
-        The handles of a legend.
+        The handles of the legend.
     """
     drawn: list[float] = []
     kinds: dict[int, Line2D] = {}
@@ -315,7 +320,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
 
 
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
-    """Set the range of the vertical axis, and how its numbers are written."""
+    """Set the range and the number format of the vertical axis."""
     if panel.fraction and low >= 0 and high <= 1:
         # A little more, so that lines along 0 and 1 have their whole width.
         axes.set_ylim(-0.03, 1.03)
@@ -336,8 +341,8 @@ def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
 def _set_legend(
     figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
 ) -> None:
-    """Make room for a legend above the axes, where it never lies over a curve; in two columns where their
-    words have room."""
+    """Add a legend above the axes, where it never covers a curve, and enlarge the figure for it. The legend
+    has two columns if its labels are short enough."""
     half = -(-len(labels) // 2)
     halves = [labels[:half], labels[half:]]
     columns = (
@@ -383,7 +388,8 @@ def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
 def _draw_beside_others(
     axes: Axes, curve: Curve, series: Series, colour: str, solid_or_broken: str
 ) -> Line2D:
-    """Broken lines tell a further curve of a panel from the first, as the colour tells the run."""
+    """Draw the curve of one of several runs. The colour identifies the run, and the line style distinguishes
+    the curves of a panel."""
     steps, values = _few_points(series)
     label, window = curve.name, 1 if curve.sparse or curve.plain else smoothing_window(len(values))
     if len(values) < len(series.values):
@@ -399,7 +405,7 @@ def _draw_beside_others(
 
 
 def _few_points(series: Series) -> tuple[Sequence[float], Sequence[float]]:
-    """Return all points of a curve, or the means of parts of a long one."""
+    """Return all points of a curve, or the means of bins of a long one."""
     if len(series.steps) <= MOST_POINTS:
         return series.steps, series.values
     steps, values, *_ = thinned(series, MOST_POINTS)
@@ -418,7 +424,7 @@ def _without_colour(line: Line2D) -> Line2D:
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
-    """Mean seconds of each phase, a bar for each run."""
+    """Draw the mean seconds of each phase as stacked bars, one bar per run."""
     runs = {
         label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()
     }
@@ -462,23 +468,24 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
 
 
 def run_colours(count: int) -> list[str]:
-    """A colour for each of several runs; of very many, colours around the circle, darker and lighter ones in
-    turn."""
+    """Return one colour per run. If there are more runs than named colours, the hues are spread over the
+    colour circle and alternate between darker and lighter."""
     if count <= len(_RUN_COLOURS):
         return list(_RUN_COLOURS[:count])
     return [_colour_of_luminance(index / count, _RUN_LUMINANCES[index % 2]) for index in range(count)]
 
 
 def _colour_of_luminance(hue: float, luminance: float) -> str:
-    """Return the colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that
-    it is seen on any page."""
+    """Return the colour of a hue in [0, 1) with the given relative luminance (WCAG 2), so that it is visible
+    on light and dark pages."""
     shades = (colorsys.hls_to_rgb(hue, percent / 100, 0.6) for percent in range(100))
     nearest = min(shades, key=lambda shade: abs(relative_luminance(shade) - luminance))
     return "#" + "".join(f"{round(255 * part):02x}" for part in nearest)
 
 
 def relative_luminance(shade: tuple[float, float, float]) -> float:
-    """Return the relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
+    """Return the relative luminance of an sRGB colour, as WCAG 2 defines it; its three components are in [0,
+    1]."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shade]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -491,8 +498,8 @@ def _figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Return the picture as an element of a page, with the page's colours: text as text, ids that no other
-    picture has, no prologue."""
+    """Return the figure as an SVG element for a page: with the page's colours, text kept as text, ids unique
+    to the picture, and no XML prologue."""
     import matplotlib
 
     buffer = io.StringIO()

@@ -1,4 +1,4 @@
-"""Draws the curves of a run, and of several runs with different seeds, from their ``metrics.jsonl``."""
+"""Plots of the curves of a run, or of several runs with different seeds, from their ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss"
 
 @plain_text()
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Draw a run's curves into its directory.
+    """Plot a run's curves into its directory.
 
-    These are panels of the report: ``reward.png`` (reward of the samples and validation accuracy),
-    ``loss.png`` (loss, validation loss, gradient norm) and ``timing.png`` (seconds of every phase, stacked);
-    each only when there is something to draw. Several ``metrics*.jsonl`` in the directory are read as one
-    run, a later step row winning. A directory without any whose children are runs is plotted child by child.
+    The plots are panels of the report: ``reward.png`` (reward of the samples and validation accuracy),
+    ``loss.png`` (loss, validation loss, gradient norm) and ``timing.png`` (seconds of every phase, stacked).
+    A plot without data is left out. If the directory has several ``metrics*.jsonl``, they are read as one
+    run, and the later row of a step wins. If it has none but its subdirectories are runs, each of them is
+    plotted.
 
     Returns:
         The files written.
 
     Raises:
-        DataError: no metrics file, or nothing in it to draw.
+        DataError: there is no metrics file, or it has nothing to plot.
         MegarlError: matplotlib is not installed.
     """
     directory = Path(run_dir)
@@ -84,7 +85,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 
 @plain_text()
 def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
-    """Draw the validation accuracy (else the reward) of several seeds of one recipe, with their mean over
+    """Plot the validation accuracy (else the reward) of several seeds of one recipe, with their mean over
     common steps.
 
     Raises:
@@ -132,7 +133,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Write a PNG whole or not at all, so that a viewer never opens half a picture."""
+    """Write a PNG atomically, so that a viewer never opens a partial picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         figure.savefig(file, format="png")

@@ -1,7 +1,7 @@
-"""Progress of what takes long and has no steps: the phases of a start, exports.
+"""Progress of long work that has no steps, such as the phases of a start, or an export.
 
-On a terminal the phase under way is one live line; elsewhere it is a plain line every few seconds. Each phase
-leaves one line that says what was done and how long it took.
+On a terminal the current phase is one live line; elsewhere a plain line is written every few seconds. Each
+finished phase leaves one line with what was done and how long it took.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megarl.observe.step_line import format_seconds
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Seconds between two lines of a phase where no terminal shows it live."""
+"""Seconds between two plain lines of a phase, if no terminal shows the phase live."""
 
 
 class Phase:
-    """One phase under way.
+    """One running phase.
 
     Args:
-        title: in a word or two.
-        unit: what is counted, in the plural; empty where nothing is.
-        total: how many there will be; None where nobody knows.
+        title: a word or two.
+        unit: the unit that is counted, in the plural; empty if nothing is counted.
+        total: number of units in all; None if it is unknown.
 
     Attributes:
-        rest_s: seconds that are left, where whoever counts knows better than by the mean pace.
+        rest_s: remaining seconds, if the caller knows better than an estimate from the mean pace.
     """
 
     def __init__(self, title: str, unit: str = "", total: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Phase:
         self.rest_s: float | None = None
 
     def advance(self, number: int = 1) -> None:
-        """Count what has been done."""
+        """Add ``number`` to the units done."""
         self.done += number
 
     def text(self) -> str:
@@ -56,7 +56,7 @@ class Phase:
         return f"{self.title}: {said}" if said else self.title
 
     def time(self) -> str:
-        """Return the time so far and, once a part of all is done, what the rest takes at that pace."""
+        """Return the elapsed time and, once some units are done, the estimated remaining time."""
         elapsed = time.monotonic() - self.begun
         rest_s = self.rest_s
         if rest_s is None and self.done:
@@ -65,10 +65,10 @@ class Phase:
 
 
 class ProgressConsole:
-    """Shows the phases that are under way, of which one may contain another.
+    """Display of the running phases, which may be nested.
 
     Args:
-        console: where to write; standard output when None.
+        console: where to write; standard output if None.
         every_s: seconds between two plain lines.
     """
 
@@ -92,11 +92,11 @@ class ProgressConsole:
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, is_told: bool = True) -> Iterator[Phase]:
-        """Show a phase while the block runs.
+        """Show a phase while the context is active.
 
         Args:
-            phase: that is shown.
-            is_told: leave a line of it in the end.
+            phase: the phase to show.
+            is_told: leave a line about the phase at its end.
         """
         self._open.append(phase)
         try:
@@ -149,14 +149,14 @@ class ProgressConsole:
 
 
 class _PhaseText(ProgressColumn):
-    """Text of a phase, as it is when the line is drawn."""
+    """Column with the text of a phase at the time of drawing."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["phase"].text())
 
 
 class _PhaseBar(ProgressColumn):
-    """Bar of a phase whose end is known; nothing for any other."""
+    """Column with the bar of a phase whose total is known; empty for any other phase."""
 
     def render(self, task: Task) -> RenderableType:
         phase: Phase = task.fields["phase"]
@@ -164,7 +164,7 @@ class _PhaseBar(ProgressColumn):
 
 
 class _PhaseTime(ProgressColumn):
-    """Time of a phase, and what is left of it where that is known."""
+    """Column with the elapsed time of a phase, and its remaining time if that is known."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["phase"].time())
@@ -175,7 +175,7 @@ _shown: list[ProgressConsole] = []
 
 @contextlib.contextmanager
 def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
-    """Show phases that begin inside the block; outside of any such block, as in a library, nothing is
+    """Show the phases that begin inside the context. Outside of such a context, as in a library, nothing is
     shown."""
     _shown.append(console)
     try:
@@ -186,7 +186,7 @@ def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
 
 @contextlib.contextmanager
 def phase(title: str, unit: str = "", total: int | None = None, *, is_told: bool = True) -> Iterator[Phase]:
-    """Show what the block does, if anybody watches. Arguments as of ``Phase`` and
+    """Show the context as a phase, if a console shows progress. The arguments are those of ``Phase`` and
     ``ProgressConsole.phase``."""
     if not _shown:
         yield Phase(title, unit, total)
@@ -196,6 +196,6 @@ def phase(title: str, unit: str = "", total: int | None = None, *, is_told: bool
 
 
 def note(text: str) -> None:
-    """Write a line of progress, if anybody watches."""
+    """Write a line, if a console shows progress."""
     if _shown:
         _shown[-1].say(text)

@@ -1,7 +1,7 @@
-"""Sample files: ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` of a run, one JSON
-object a sample.
+"""Sample files of a run, ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl``, with one
+JSON object per sample.
 
-They are written by a thread of their own. Whatever keeps it from writing costs samples, never the run.
+A separate thread writes them. If it cannot write, samples are lost, but the run continues.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from converters.files.atomic import whole_file
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "samples"
-"""Below the run's directory."""
+"""Name of the directory of the sample files, below the run's directory."""
 
 TRAIN, VALIDATION = "train", "validation"
-"""Kinds of files."""
+"""Kinds of sample files."""
 
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-"""Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and
-line feed are not in it."""
+"""Characters that a terminal may interpret, that change the direction of text, or that are not text; tab and
+line feed are not included."""
 
 Then = Callable[[str, int, Sequence[Mapping[str, Any]]], None]
-"""Takes the samples of a step: kind, step, rows."""
+"""Callback that takes the samples of a step: kind, step, rows."""
 
 _NAME = re.compile(rf"({TRAIN}|{VALIDATION})_step_(\d+)\.jsonl")
 _MOST_WAITING = 4
@@ -41,18 +41,19 @@ _PATIENCE_S = 10.0
 
 
 class SampleFiles:
-    """Sample files of a run that trains.
+    """Writer of the sample files of a training run.
 
-    ``write`` hands rows over and returns at once. A disk that is full, slow or gone costs the samples of a
-    step: the first time with a warning, in the end with the number of such steps.
+    ``write`` queues rows and returns at once. If the disk is full, slow or gone, the samples of a step are
+    lost: the first loss is logged as a warning, and ``close`` logs how many there were.
     """
 
     def __init__(
         self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S
     ) -> None:
         """Args:
-        directory: of the files; made when there is something to write.
-        most_files: of each kind; the oldest one and the newest ones stay. None keeps all.
+        directory: directory of the files; created when the first samples are written.
+        most_files: maximum number of files of each kind; the oldest one and the newest ones are kept.
+            None keeps all.
         patience_s: seconds that ``flush`` and ``close`` wait for a disk.
         """
         self._directory, self._most_files, self._patience_s = directory, most_files, patience_s
@@ -66,14 +67,14 @@ class SampleFiles:
     def write(
         self, kind: str, step: int, rows: Sequence[Mapping[str, Any]], then: Then | None = None
     ) -> None:
-        """Have the samples of a step written, in the place of those that it may have already.
+        """Queue the samples of a step for writing; they replace any earlier samples of that step.
 
         Args:
             kind: ``TRAIN`` or ``VALIDATION``.
-            step: of the run.
-            rows: what JSON holds; not changed afterwards.
-            then: called with the same by the thread once they are written, or cannot be: what else is done
-                with them and takes time.
+            step: step of the run.
+            rows: rows that JSON can represent; the caller must not change them afterwards.
+            then: called by the thread with ``kind``, ``step`` and ``rows`` once they are written or writing
+                has failed, for other slow work with the samples.
         """
         with self._changed:
             # Rows that find no place are lost: a step never waits for a disk.
@@ -91,8 +92,8 @@ class SampleFiles:
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until all that was handed over is on disk, as long as a disk is given; for one that hangs only
-        once."""
+        """Wait at most ``patience_s`` until all queued samples are on disk. Do not wait again for a disk that
+        has hung before."""
         with self._changed:
             self._stalled = not self._changed.wait_for(
                 lambda: not self._waiting, 0.0 if self._stalled else self._patience_s
@@ -101,8 +102,7 @@ class SampleFiles:
             self._lose(f"the disk has not taken them within {self._patience_s:g} s")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the files of later steps, which are computed again, and what a killed run left
-        unfinished."""
+        """Remove the files of later steps, which will be computed again, and temporary files of a killed run."""
         try:
             late = [
                 path
@@ -118,7 +118,7 @@ class SampleFiles:
             )
 
     def close(self) -> None:
-        """Flush and end the thread; a second call does nothing."""
+        """Flush, and end the thread; a second call does nothing."""
         if self._closed:
             return
         self.flush()
@@ -137,7 +137,7 @@ class SampleFiles:
         self.close()
 
     def _write_all(self) -> None:
-        """The thread."""
+        """Run the thread: write queued samples until the writer is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -178,11 +178,11 @@ class SampleFiles:
 
 
 def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
-    """Return the files of one kind with their steps, in the order of these; none where there is no such
+    """Return the steps and files of one kind, in ascending order of steps; empty if there is no such
     directory.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
     """
     try:
         names = os.listdir(directory)
@@ -193,11 +193,11 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the samples of a file; lines that are none, as somebody may have edited it, are left out with a
-    warning.
+    """Return the samples of a file. Lines that are not samples, for example after manual editing, are skipped
+    with a warning.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     rows: list[dict[str, Any]] = []
     damaged = 0
@@ -214,8 +214,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the text, without its middle where it is longer than ``limit`` characters: what matters of an
-    answer is how it ends."""
+    """Return the text; if it is longer than ``limit`` characters, replace its middle by a note, since the end
+    of a response matters most."""
     if len(text) <= limit:
         return text
     head = limit // 2
@@ -236,7 +236,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that
-    ``cat`` shows it too."""
+    """Encode a row as a JSON line. Letters of all languages are kept and the characters of ``UNSAFE`` are
+    escaped, so that ``cat`` can show the line."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"

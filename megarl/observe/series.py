@@ -1,4 +1,4 @@
-"""Curves over training steps, made from the rows of a metrics file. Pure Python."""
+"""Curves over training steps, built from the rows of a metrics file. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over a run: ``values[i]`` belongs to ``steps[i]``; steps rise strictly, values are
-    finite."""
+    """One metric over a run: ``values[i]`` belongs to ``steps[i]``. Steps are strictly ascending, and values
+    are finite."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
     def on(self, steps: Sequence[int]) -> list[float]:
-        """Return the values at ``steps``, 0 where the metric was not logged."""
+        """Return the values at ``steps``, with 0 for steps where the metric was not logged."""
         known = dict(zip(self.steps, self.values, strict=True))
         return [known.get(step, 0.0) for step in steps]
 
@@ -29,9 +29,9 @@ class Log:
 
     Attributes:
         series: every numeric metric as a curve.
-        not_finite: metrics whose newest value is null, NaN or infinite, each with the step since which that
-            is so.
-        last_time: unix seconds of the last row; None where it has none.
+        not_finite: metrics whose newest value is null, NaN or infinite, each with the step at which this
+            began.
+        last_time: unix seconds of the last row; None if the row has no time.
     """
 
     series: Mapping[str, Series]
@@ -42,15 +42,15 @@ class Log:
 def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     """Return every numeric metric of the rows as a curve.
 
-    Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values
-    are gaps.
+    If two rows give the same metric for the same step, the later row wins. Null, NaN and infinite values are
+    gaps.
     """
     return dict(collect_log(rows).series)
 
 
 def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
-    """Collect curves, and what no curve shows. The rows are read once, one by one; of each only its numbers
-    are kept."""
+    """Collect the curves of the rows, and the information that is not in curves. The rows are read once, one
+    by one, and only their numbers are kept."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     not_finite: dict[str, int] = {}
     last_time: float | None = None
@@ -79,7 +79,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
 
 
 def _finite(value: Any) -> float | None:
-    """Return the value as a float; None for what is no number, or one without a finite float."""
+    """Convert a value to a finite float; return None if that is not possible."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -90,7 +90,7 @@ def _finite(value: Any) -> float | None:
 def _series(
     steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Series:
-    """Return a curve of points in the order of the file; metrics of the same steps share them."""
+    """Build a curve from points in file order. Metrics with equal steps share one tuple of steps."""
     # A resumed run writes steps again; of these the dict keeps the later row.
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))
@@ -99,16 +99,17 @@ def _series(
 
 
 def smoothing_window(count: int) -> int:
-    """Return steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no
-    smoothing) below 10 points."""
+    """Return the window, in points, of a running mean over ``count`` points: an odd number of about a tenth
+    of them, 3 to 51, or 1 (no smoothing) below 10 points."""
     # Odd, so that as many points lie on either side.
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each value and its ``window // 2`` neighbours on either side (fewer at both ends).
+    """Return for each value the mean of it and its ``window // 2`` neighbours on either side (fewer at both
+    ends).
 
-    Centred, so that the smooth curve does not lag behind the points it is drawn over.
+    The mean is centred, so that the smooth curve does not lag behind its points.
     """
     reach = window // 2
     neighbours = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
@@ -116,7 +117,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return a long curve in equal parts: of each its mean step, and mean, smallest and largest value."""
+    """Downsample a curve into ``parts`` equal bins, and return each bin's mean step and its mean, minimum and
+    maximum value."""
     bounds = [len(curve.steps) * index // parts for index in range(parts + 1)]
     groups = [(curve.steps[low:high], curve.values[low:high]) for low, high in pairwise(bounds) if high > low]
     steps = [sum(group) / len(group) for group, _ in groups]
@@ -125,7 +127,7 @@ def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[f
 
 
 def mean_over_runs(curves: Sequence[Series]) -> Series:
-    """The mean of several runs at the steps that all of them have."""
+    """Return the mean of several runs' curves at the steps that all of them have."""
     by_run = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
     common = set.intersection(*(set(run) for run in by_run)) if by_run else set()
     return _sorted_series({step: math.fsum(run[step] for run in by_run) / len(by_run) for step in common})

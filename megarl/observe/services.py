@@ -1,5 +1,5 @@
-"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio, each imported only
-when it is switched on."""
+"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio. Each library is
+imported only if its sink is enabled."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LAST_ROWS_S = 60.0
 
 
 class TensorBoardSink:
-    """Writes scalars as TensorBoard event files."""
+    """Sink that writes scalars as TensorBoard event files."""
 
     name = "TensorBoard"
 
     def __init__(self, settings: TensorboardConfig, log_dir: Path) -> None:
         """Args:
-            settings: keyword arguments of ``SummaryWriter``, null meaning absent; ``log_dir`` in it wins over
-                the argument.
-            log_dir: where the event files go.
+            settings: keyword arguments of ``SummaryWriter``, where null means absent; its ``log_dir``
+                overrides the argument.
+            log_dir: directory of the event files.
 
         Raises:
             ConfigError: TensorBoard is not installed.
@@ -58,7 +58,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Make TensorBoard hide points of later steps that an earlier launch wrote."""
+        """Make TensorBoard hide the points of later steps that an earlier launch wrote."""
         self.close()
         self._writer, self._purge_step = None, step + 1
 
@@ -69,18 +69,19 @@ class TensorBoardSink:
 
 
 class _RunSink:
-    """Gives rows to the run of a service, which ignores or keeps what it already has of a step."""
+    """Base of sinks that log rows to a run of a service. The service decides whether it ignores or keeps rows
+    of steps that it already has."""
 
     _run: Any
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Give one row."""
+        """Log one row."""
         self._run.log(
             {name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"]
         )
 
     def truncate_after(self, step: int) -> None:
-        """Nothing to do: W&B itself ignores a step that it already has, and Trackio removes no row."""
+        """Do nothing: W&B ignores steps that it already has, and Trackio cannot delete rows."""
 
     def close(self) -> None:
         """Finish the upload."""
@@ -88,15 +89,16 @@ class _RunSink:
 
 
 class WandbSink(_RunSink):
-    """Sends rows to Weights & Biases; a resumed run goes on in the same W&B run."""
+    """Sink that sends rows to Weights & Biases; a resumed run continues the same W&B run."""
 
     name = "Weights & Biases"
 
     def __init__(self, settings: WandbConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...), null meaning absent.
-            log_dir: where W&B keeps its files and megarl the id of the W&B run.
-            run_config: the resolved configuration; secrets in it are hidden before it is sent.
+            settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...), where null means
+                absent.
+            log_dir: directory of W&B's files and of the W&B run's id, which megarl stores.
+            run_config: the resolved configuration; its secrets are redacted before it is sent.
 
         Raises:
             ConfigError: W&B is not installed.
@@ -111,10 +113,10 @@ class WandbSink(_RunSink):
         )
 
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
+        """Send the samples of a step as a table ``samples/KIND``, with the step in its column ``step``.
 
-        It goes with the row that W&B has at hand, since it may come when that of its own step is gone, and
-        W&B takes no earlier step. Token ids stay here; the parts of a reward are columns ``reward/NAME``.
+        The table is attached to W&B's current row, since the row of its own step may be gone already, and W&B
+        accepts no earlier step. Token ids are not sent; the parts of a reward are columns ``reward/NAME``.
         """
         rows = [_as_columns(sample) for sample in samples]
         columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -125,20 +127,20 @@ class WandbSink(_RunSink):
 
 
 class MlflowSink:
-    """Sends numbers to MLflow; a resumed run goes on in the same MLflow run.
+    """Sink that sends numbers to MLflow; a resumed run continues the same MLflow run.
 
-    A thread sends them, because MLflow's client asks a server that does not answer again for minutes, and a
-    step must not wait for it.
+    A thread sends them, because MLflow's client retries an unresponsive server for minutes, and a step must
+    not wait for that.
     """
 
     name = "MLflow"
 
     def __init__(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, null meaning absent.
-            log_dir: where megarl keeps the id of the MLflow run.
-            run_config: the resolved configuration, sent as parameters when the MLflow run is made; secrets in
-                it are hidden.
+            settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, where null means absent.
+            log_dir: directory in which megarl stores the id of the MLflow run.
+            run_config: the resolved configuration, which is sent as parameters when the MLflow run is
+                created; its secrets are redacted.
 
         Raises:
             ConfigError: MLflow is not installed.
@@ -153,7 +155,7 @@ class MlflowSink:
         self._calls = _InOrder("megarl-mlflow")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Send every number of the row; MLflow takes no texts as metrics.
+        """Queue every number of the row for sending; MLflow accepts no texts as metrics.
 
         Raises:
             Exception: an earlier row could not be sent.
@@ -169,17 +171,17 @@ class MlflowSink:
         self._calls.raise_fault()
 
     def truncate_after(self, step: int) -> None:
-        """Nothing to do: MLflow removes no point, and shows the later one of a step that comes again."""
+        """Do nothing: MLflow cannot remove points, and shows the later one of a repeated step."""
 
     def close(self) -> None:
-        """Send the last rows and mark the run as ended."""
+        """Send the last rows, and mark the MLflow run as ended."""
         self._calls.put(lambda: self._client.set_terminated(self._run_id))
         self._calls.finish(_LAST_ROWS_S)
         self._calls.raise_fault()
 
     def _same_run(self, path: Path) -> str | None:
-        """Return the id of the MLflow run that an earlier launch made, running again; None where there is
-        none any more."""
+        """Return the id of the MLflow run that an earlier launch created, and mark that run as running.
+        Return None if there was no earlier launch, or MLflow no longer has its run."""
         run_id = path.read_text().strip() if path.exists() else ""
         if not run_id:
             return None
@@ -212,16 +214,17 @@ class MlflowSink:
 
 
 class TrackioSink(_RunSink):
-    """Gives rows to Trackio, which sends them by a thread of its own; a resumed run goes on in the same
-    Trackio run."""
+    """Sink that gives rows to Trackio, whose own thread sends them; a resumed run continues the same Trackio
+    run."""
 
     name = "Trackio"
 
     def __init__(self, settings: TrackioConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
-            settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...), null meaning absent.
-            log_dir: where megarl keeps the number at the end of the run's name.
-            run_config: the resolved configuration; secrets in it are hidden.
+            settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...), where null means
+                absent.
+            log_dir: directory in which megarl stores the random suffix of the Trackio run's name.
+            run_config: the resolved configuration; its secrets are redacted.
 
         Raises:
             ConfigError: Trackio is not installed.
@@ -236,8 +239,8 @@ class TrackioSink(_RunSink):
 
 
 class _InOrder:
-    """A thread that makes calls one after another, and keeps the first fault of them until it is asked
-    for."""
+    """A thread that makes calls one after another. It keeps the first exception until ``raise_fault`` raises
+    it."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -255,10 +258,10 @@ class _InOrder:
             raise fault
 
     def finish(self, patience_s: float) -> None:
-        """Wait until all calls were made.
+        """Wait until all calls have been made.
 
         Raises:
-            TimeoutError: they take too long.
+            TimeoutError: the calls take longer than ``patience_s``.
         """
         self._waiting.put(None)
         self._thread.join(patience_s)
@@ -274,7 +277,7 @@ class _InOrder:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, their names joined to one."""
+    """Yield the leaf values of nested mappings, each with its names joined by ``separator``."""
     for name, value in nested.items():
         path = f"{prefix}{separator}{name}" if prefix else name
         if isinstance(value, Mapping):

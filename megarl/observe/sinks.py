@@ -1,4 +1,4 @@
-"""Fans the metrics of a step out to every sink, so that no failing sink can stop training."""
+"""Distribution of a step's metrics to all sinks, such that a failing sink cannot stop training."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
 
 
 class Sink(Protocol):
-    """One place where rows go. Any method may raise; ``MetricSinks`` contains it.
+    """A destination of metric rows. Any method may raise; ``MetricSinks`` catches and reports it.
 
-    A class of the user's own, named in ``logger.sinks``, is made with ``(log_dir, run_config)``: a directory
-    for its files and the resolved configuration without its secrets. Its methods are called by one thread,
-    between the steps, which wait for it.
+    A user-defined class, named in ``logger.sinks``, is constructed with ``(log_dir, run_config)``: a
+    directory for its files, and the resolved configuration without secrets. Its methods are called by one
+    thread, between the steps, which wait for them.
     """
 
     name: str
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one row ``{"step", "time", name: int | float | bool | str | None}``."""
+        """Write one row ``{"step", "time", name: int | float | bool | str | None}``."""
 
     def truncate_after(self, step: int) -> None:
-        """Forget rows of later steps."""
+        """Discard the rows of later steps."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush, and release all resources."""
 
 
 class MetricsFileSink:
@@ -59,8 +59,8 @@ class MetricsFileSink:
     def __init__(self, run_dir: Path, most_bytes: int = _MOST_BYTES) -> None:
         """Args:
             run_dir: directory of the run.
-            most_bytes: of rows that are kept while the file takes none, as on a full disk; of more, the
-                oldest are lost.
+            most_bytes: maximum number of bytes of rows that are queued while the file cannot be written, as
+                on a full disk; beyond it the oldest rows are lost.
 
         Raises:
             OSError: the file cannot be opened.
@@ -73,7 +73,7 @@ class MetricsFileSink:
         self._lost = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line, behind those that wait."""
+        """Append one row after the queued ones."""
         self._waiting.append((row["step"], encoded(row)))
         while sum(len(line) for _, line in self._waiting) > self._most_bytes and len(self._waiting) > 1:
             self._waiting.popleft()
@@ -81,15 +81,15 @@ class MetricsFileSink:
         self._write_waiting()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps, also of those that wait; where that fails, before the next one is
-        written."""
+        """Remove the rows of later steps, including queued ones. If this fails, it is done before the next
+        row is written."""
         self._waiting = deque(each for each in self._waiting if each[0] <= step)
         # what an earlier cut was to take away is still in the file
         self._cut_after = step if self._cut_after is None else min(self._cut_after, step)
         self._write_waiting()
 
     def close(self) -> None:
-        """Close the file, after a last try to write what waits."""
+        """Try once more to write the queued rows, and close the file."""
         try:
             self._write_waiting()
         except OSError as error:
@@ -98,10 +98,10 @@ class MetricsFileSink:
             self._file.close()
 
     def _write_waiting(self) -> None:
-        """Write what could not be written before, in its order, each row once.
+        """Write the queued rows in order, each once, after any truncation that is still due.
 
         Raises:
-            OSError: the file takes nothing; the message says what is kept.
+            OSError: the file cannot be written; the message tells how many rows stay queued.
         """
         try:
             if self._cut_after is not None:
@@ -135,12 +135,12 @@ class MetricsFileSink:
 
 
 class MetricSinks:
-    """All sinks of a run. A sink that fails is reported once, and reported again only after it worked in
+    """All sinks of a run. A failing sink is reported once, and reported again only after it has worked in
     between."""
 
     def __init__(self, sinks: list[Sink], clock: Callable[[], float] = time.time) -> None:
         """Args:
-        sinks: where every row goes, in this order.
+        sinks: sinks that get every row, in this order.
         clock: unix seconds for the ``time`` of a row.
         """
         self._sinks = list(sinks)
@@ -153,9 +153,9 @@ class MetricSinks:
 
         Args:
             metrics: name to number, text, None, or a tensor or array of one element; nested mappings become
-                ``outer/inner``. Anything else is left out, with one warning a name.
+                ``outer/inner``. Anything else is left out, with one warning per name.
             step: number of the step.
-            prefix: put before every name with a slash, for example ``train`` makes ``train/loss``.
+            prefix: prefix of every name, joined by a slash; for example, ``train`` gives ``train/loss``.
         """
         row: dict[str, Any] = {"step": int(step), "time": self._clock()}
         for name, value in flat(metrics, prefix):
@@ -172,12 +172,12 @@ class MetricSinks:
             self._guard(sink, "write", dict(row))
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Hand the samples of a step to the sinks that take such, from whatever thread; the step may have
-        been logged meanwhile.
+        """Pass the samples of a step to the sinks that accept samples. Any thread may call this, even after
+        the step has been logged.
 
         Args:
             kind: ``train`` or ``validation``.
-            step: of the run.
+            step: step of the run.
             samples: see ``megarl.rollout.sample_log``.
         """
         for sink in self._sinks:
@@ -185,8 +185,8 @@ class MetricSinks:
                 self._guard(sink, "write_samples", kind, step, samples)
 
     def truncate_after(self, step: int) -> None:
-        """Forget, on resume from the checkpoint of ``step``, what an earlier launch logged for later
-        steps."""
+        """Discard, on resume from the checkpoint of ``step``, the rows that an earlier launch logged for
+        later steps."""
         for sink in self._sinks:
             self._guard(sink, "truncate_after", step)
 
@@ -223,16 +223,16 @@ class MetricSinks:
 def open_sinks(
     logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None
 ) -> MetricSinks:
-    """Return the sinks that a ``logger`` section asks for.
+    """Open the sinks that a ``logger`` section enables.
 
     Args:
-        logger_config: a checked ``logger`` section. ``log_dir`` (default: the run directory) is for the files
-            of all sinks but ``metrics.jsonl``, which is always written, in the run directory.
-        run_dir: directory of the run; made when missing.
-        run_config: the resolved configuration, which sinks get with its secrets hidden.
+        logger_config: a checked ``logger`` section. Its ``log_dir`` (default: the run directory) holds the
+            files of all sinks except ``metrics.jsonl``, which is always written, in the run directory.
+        run_dir: directory of the run; created if missing.
+        run_config: the resolved configuration, which sinks get with its secrets redacted.
 
     Raises:
-        ConfigError: a sink is switched on whose package is not installed, or there is none at an import path.
+        ConfigError: the package of an enabled sink is not installed, or an import path leads to no sink.
     """
     directory = Path(run_dir)
     log_dir, config = Path(logger_config.get("log_dir") or directory), run_config or {}
@@ -263,7 +263,7 @@ def open_sinks(
 
 
 def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
-    """Make the sink at an import path, called by that path where it has no name."""
+    """Build the user-defined sink at an import path; the path becomes its name if it has none."""
     sink: Any = load_object(path, "logger.sinks")(log_dir, redacted(config))
     if not isinstance(getattr(sink, "name", None), str):
         sink.name = path
@@ -271,10 +271,10 @@ def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def _scalar(value: Any) -> int | float | bool | str | None:
-    """Return a plain value; tensors and arrays of one element give their element.
+    """Convert a value to a plain one; tensors and arrays of one element give that element.
 
     Raises:
-        TypeError: it has no single plain value.
+        TypeError: the value is not, and does not contain, a single plain value.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

@@ -1,5 +1,5 @@
-"""The one line that the console shows for a step: which numbers, in which order, and what gives way on a
-narrow screen; and that of the throughput of its phases."""
+"""The console's line for a step: its numbers, their order, and what is left out on a narrow screen; also the
+line with the throughput of the phases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REWARD_NAMES = (
     "mean_reward",
 )
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
-"""Counts of responses without a reward, shown where there are any."""
+"""Counts of responses without a reward; they are shown if they are not 0."""
 EPISODES = "episodes/"
-"""What the names of metrics begin with that count conversations by how they ended."""
+"""Prefix of the metrics that count conversations by how they ended."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
@@ -47,11 +47,11 @@ RATED_PHASES = {
     "train_critic": "critic",
     "train": "training",
 }
-"""Phases that have rates of their own under ``performance/``, and their names for a reader."""
+"""Phases that have their own throughput metrics under ``performance/``, and their display names."""
 
 
 def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
-    """Return the first of ``names`` that is present with a number, as a float."""
+    """Return as a float the first of ``names`` whose metric is a number, or None if there is none."""
     for name in names:
         value = metrics.get(name)
         if value is not None and not isinstance(value, str):
@@ -60,8 +60,7 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
 
 
 def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are
-    left out."""
+    """Return the seconds of the top-level phases, longest first; ``step_s`` and nested phases are left out."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
@@ -79,8 +78,8 @@ def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """Three to four significant digits in little room: ``0.0312``, ``-1.25``, ``12.3``, ``1,234``,
-    ``2.1e-05``, ``nan``."""
+    """Format a number compactly with two to four significant digits: ``0.0312``, ``-1.25``, ``12.3``,
+    ``1,234``, ``2.1e-05``, ``nan``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -96,7 +95,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
+    """Format a duration compactly: ``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     # The bound of what is rounded to 9.9: from there on there is no decimal.
@@ -119,11 +118,11 @@ def format_seconds(seconds: float) -> str:
 def step_fields(
     step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int
 ) -> list[tuple[str, str]]:
-    """Return the parts of the line as (kind, text); two spaces join them.
+    """Return the parts of the step's line as (kind, text); the caller joins them by two spaces.
 
-    When the line would be wider than ``width`` columns, the parts that matter least go first: phases
-    (shortest first), then ETA, then throughput, then the time of the step. Progress, loss, reward, what has
-    none and gradient norm always stay. Phases of less than 0.05 s are not worth a column.
+    If the line would be wider than ``width`` columns, the least important parts are left out first: phases
+    (shortest first), then ETA, then throughput, then the time of the step. Progress, loss, reward, counts of
+    missing rewards and gradient norm always stay. Phases of less than 0.05 s are never shown.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
     loss, reward, grad_norm = (
@@ -156,10 +155,10 @@ def step_fields(
 
 
 def throughput_line(metrics: Mapping[str, Any]) -> str:
-    """Rates of the phases: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU 34%; padding efficiency
-    85%; idle 0.02s``.
+    """Return the throughput of the phases as text: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU
+    34%; padding efficiency 85%; idle 0.02s``.
 
-    Empty where no phase has rates.
+    The text is empty if no phase has throughput metrics.
     """
     parts = []
     for phase, title in RATED_PHASES.items():
@@ -182,7 +181,7 @@ def throughput_line(metrics: Mapping[str, Any]) -> str:
 
 
 def format_share(share: float) -> str:
-    """``34%``, ``3.4%``, ``0.34%``."""
+    """Format a fraction as a percentage: ``34%``, ``3.4%``, ``0.34%``."""
     percent = 100 * share
     return (
         f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.995 else f"{percent:.2f}%"
@@ -192,7 +191,7 @@ def format_share(share: float) -> str:
 def _with_phases(
     fields: list[tuple[str, str]], phases: Mapping[str, float], width: int
 ) -> list[tuple[str, str]]:
-    """Put the longest phases that fit behind the time of the step."""
+    """Insert the longest phases that fit after the time of the step."""
     position = next((index for index, (kind, _) in enumerate(fields) if kind == "time"), None)
     shown = [
         f"{_SHORT_PHASES.get(name, name)} {_bare_seconds(seconds)}"
@@ -215,7 +214,7 @@ def _bare_seconds(seconds: float) -> str:
 
 
 def _thousands(count: float) -> str:
-    """``231``, ``2.3k``, ``23k``, ``2.3M``."""
+    """Format a count compactly: ``231``, ``2.3k``, ``23k``, ``2.3M``."""
     if not math.isfinite(count):
         return str(count)
     # From 999.5 on it would be rounded to 1000: the next unit takes over.

@@ -1,4 +1,4 @@
-"""Seconds spent in each phase of a step, and the sequences that it went through."""
+"""Timing: seconds spent in each phase of a step, and the sequences that each phase processed."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENERATION, TRAIN, TRAIN_CRITIC = "generation", "train", "train_critic"
-"""Phases whose work is counted in another way than that of a forward pass."""
+"""Phases whose work is counted differently from that of a forward pass."""
 
 ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
-"""Where engines sample beside training: seconds that a step waits for them, and they for it."""
+"""Seconds that a step waits for engines which sample during training, and seconds that these engines wait for
+the step."""
 
 
 VALIDATION_BESIDE = "validation_beside"
-"""Seconds that engines take for a validation while a later step trains."""
+"""Seconds that engines need for a validation while a later step trains."""
 
 LOGPROBS, LOGPROBS_BESIDE = "logprobs", "logprobs_beside"
-"""Seconds of the policy's log-probabilities, and those of them in which engines apart still sample."""
+"""Seconds of computing the policy's log-probabilities, and the part of them during which separate engines are
+still sampling."""
 
 
 def beside_training(phases: Collection[str]) -> frozenset[str]:
-    """Return the phases of a run that take none of a step's own time: what engines apart do while it
-    trains, and what the policy does while they sample."""
+    """Return the phases that add nothing to a step's duration: work of separate engines during training, and
+    of the policy while these engines sample."""
     of_engines = {GENERATION, ENGINE_IDLE, VALIDATION_BESIDE} if ENGINE_IDLE in phases else ()
     return frozenset((LOGPROBS_BESIDE, *of_engines))
 
 
 STEP_SECONDS = "step_s"
-"""Name of the wall time of the whole step in ``PhaseTimer.collect``."""
+"""Key of the whole step's wall time in the result of ``PhaseTimer.collect``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences that a phase went through.
+    """Sequences that a phase processed.
 
     Attributes:
         lengths: [B] int64, tokens of each row, prompt and response.
-        prompt_lengths: [B] int64, tokens of the prompt of each row; of generation only.
-        prompts: [P] int64, tokens of the prompts, each once; of generation only.
-        positions: that the passes computed, padding among them; None where nobody counted.
-        scored: tokens whose log-probabilities were computed; None for all of ``lengths``.
+        prompt_lengths: [B] int64, tokens of each row's prompt; only for generation.
+        prompts: [P] int64, tokens of the prompts, each prompt once; only for generation.
+        positions: number of positions that the passes computed, including padding; None if not counted.
+        scored: number of tokens whose log-probabilities were computed; None for all of ``lengths``.
     """
 
     lengths: NDArray[np.int64]
@@ -59,10 +61,10 @@ class Sequences:
 
 
 class PhaseTimer:
-    """Adds up wall time per phase until ``collect`` hands it out.
+    """Timer that adds up wall time per phase until ``collect`` returns it.
 
-    A phase may contain phases; an inner one is reported under ``outer/inner``, so the phases of the top level
-    never count a second twice and add up to at most the step. For one thread only.
+    Phases may be nested. An inner phase is reported under ``outer/inner``, so that no second counts twice
+    among the top-level phases, which add up to at most the step. A timer is for one thread only.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class PhaseTimer:
     ) -> None:
         """Args:
         clock: monotonic seconds; replaced in tests.
-        on_change: called with the path of the phase that is under way from now on; empty for none.
+        on_change: called with the path of the phase that is now running; empty for none.
         """
         self._clock, self._on_change = clock, on_change
         self._seconds: dict[str, float] = {}
@@ -82,7 +84,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a ``with`` block under ``name``; the time counts also when the block raises."""
+        """Time a ``with`` block under ``name``, even if the block raises."""
         path = f"{self._open[-1][0]}/{name}" if self._open else name
         self._open.append((path, self._clock()))
         self._on_change(path)
@@ -94,7 +96,7 @@ class PhaseTimer:
             self._on_change(self._open[-1][0] if self._open else "")
 
     def passed(self, sequences: Sequences) -> None:
-        """Count what the open phase goes through.
+        """Record sequences that the open phase has processed.
 
         Raises:
             StateError: no phase is open.
@@ -107,8 +109,8 @@ class PhaseTimer:
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
 
     def merge(self, other: PhaseTimer, seconds: Mapping[str, float]) -> None:
-        """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase:
-        of what went on beside."""
+        """Add the phases and sequences of another timer, and reset that timer. Also add ``seconds``, the
+        durations by phase of concurrent work."""
         collected = other.collect()
         # The step of the other timer is no phase of this one.
         del collected[STEP_SECONDS]
@@ -120,23 +122,23 @@ class PhaseTimer:
         self.count(other)
 
     def count(self, other: PhaseTimer) -> None:
-        """Take over the sequences of another timer alone."""
+        """Add only the sequences of another timer."""
         # phases that run at the same time do not add up to the step's seconds
         for phase, sequences in other.take_sequences().items():
             self._sequences.setdefault(phase, []).extend(sequences)
 
     def take_sequences(self) -> dict[str, list[Sequences]]:
-        """Return the sequence of phases since the last call, by phase (an inner one as ``outer/inner``), and
-        start again."""
+        """Return the sequences recorded since the last call, by phase (an inner phase as ``outer/inner``),
+        and reset them."""
         taken, self._sequences = self._sequences, {}
         return taken
 
     def collect(self) -> dict[str, float]:
         """Return the seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ...,
-        "step_s": ...}``, and start afresh.
+        "step_s": ...}``, and reset them.
 
-        ``step_s`` is the wall time since the last call (or since construction). A phase that is still open is
-        split here: what has passed belongs to this step, the rest to the next.
+        ``step_s`` is the wall time since the last call (or since construction). The time of a phase that is
+        still open is split: the time until now belongs to this step, the rest to the next.
         """
         now = self._clock()
         for path, start in self._open:

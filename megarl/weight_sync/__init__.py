@@ -1,8 +1,9 @@
-"""Hands trained weights to an engine that generates: one manifest and one IPC buffer a lifetime, groups of
-tensors with a version on each.
+"""Transfer of trained weights to a rollout engine, with one manifest and one IPC buffer per lifetime, in
+groups of tensors that each carry a version.
 
-``.manifest`` says what is sent and takes it from the model, ``.plan`` where it is stored. On one machine
-``.ipc`` holds it, ``.session`` fills it on the ranks of the policy and reads it on those of the engine, and
-by ``.mailbox`` they tell one another when. Between machines ``.rendezvous`` brings both together and misses
-those that are gone, ``.transfer_group`` joins the ranks, and ``.broadcast`` is a refit from either side.
+``.manifest`` defines what is sent and takes it from the model, ``.plan`` its layout in a buffer. On one
+machine ``.ipc`` holds the weights, ``.session`` writes them on the policy's ranks and reads them on the
+engine's ranks, and ``.mailbox`` synchronises the two. Between machines ``.rendezvous`` connects both sides
+and detects ranks that are gone, ``.transfer_group`` joins the ranks, and ``.broadcast`` runs a refit on
+either side.
 """

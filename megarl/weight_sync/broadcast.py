@@ -1,9 +1,9 @@
-"""Refits of engines apart from the policy: packed groups of weights over a ``TransferGroup``, one on its way
-while one is packed.
+"""Refits of engines on other devices than the policy: packed groups of weights over a ``TransferGroup``, one
+in transfer while the next is packed.
 
-Both sides go through all groups of a refit whatever happens, so that after a refit that was refused the next
-one finds both where it expects them. Only a group of ranks of which one is gone is of no more use: it is
-closed, so that nobody waits in it for the dead.
+Both sides process all groups of a refit, even after an error, so that after a refused refit the next one
+finds both in step. Only if a rank is gone, its group of ranks can no longer be used: the group is closed, so
+that nobody waits for the lost rank.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class _Channel:
-    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups
-    that go through them.
+    """One side of a group of ranks: two transfer buffers for its lifetime, each with a header, and the groups
+    of weights that go through them.
 
-    A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever
-    stage they come from; each stage has up to two of them ready, so that the next one comes at once. Who
-    cannot have the buffers leaves the group of ranks, so that nobody waits for it there.
+    A sender has the groups of its own stage. An engine has all groups in sending order, from all stages; each
+    stage has up to two groups ready, so that the next one arrives at once. A rank that cannot allocate the
+    buffers leaves the group of ranks, so that nobody waits for it.
 
     Args:
         group: the ranks.
-        manifest: what is sent.
+        manifest: the weights that are sent.
 
     Raises:
-        RefitError: there is no memory for the buffers, or a weight is larger than one.
+        RefitError: there is no memory for the buffers, or a weight is larger than a buffer.
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
@@ -74,13 +74,14 @@ class _Channel:
             ) from error
 
     def _header(self, index: int) -> torch.Tensor:
-        """int64 [``WORDS``], in front of group ``index``."""
+        """Return the header of group ``index``, int64 [``WORDS``]."""
         # A view of the buffer, so that header and weights travel as one broadcast; a second one would double
         # the latency of small groups.
         return self._memory[index % BUFFERS][: 8 * WORDS].view(torch.int64)
 
     def _content(self, index: int) -> torch.Tensor:
-        """uint8, where the weights of group ``index`` are packed, and where they are once they came."""
+        """Return the part of the buffer, uint8, in which the weights of group ``index`` are packed or
+        received."""
         return self._memory[index % BUFFERS][HEADER : HEADER + self.parts[index][1].nbytes]
 
     def _start(self, index: int) -> None:
@@ -92,12 +93,13 @@ class _Channel:
         self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, stage))
 
     def _wait(self, index: int) -> None:
-        """Until what the buffer of group ``index`` holds has gone out or come in."""
+        """Wait until all operations on the buffer of group ``index`` are done."""
         self._group.wait(self._works.get(index % BUFFERS, []))
 
     @contextlib.contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Nobody is to wait for one that does not go through all groups, as after an interruption."""
+        """Leave the group of ranks after an error inside the context, including an interruption, so that
+        nobody waits for this rank."""
         try:
             yield
         except BaseException:
@@ -105,7 +107,7 @@ class _Channel:
             raise
 
     def close(self) -> None:
-        """Leave the group of ranks, so that nobody waits in it for this one."""
+        """Leave the group of ranks, so that nobody in it waits for this rank."""
         for works in self._works.values():
             works.clear()
         self._group.close()
@@ -116,7 +118,7 @@ class WeightBroadcaster(_Channel):
 
     Args:
         group: the ranks.
-        manifest: what is sent.
+        manifest: the weights that are sent.
         with_checksum: send a checksum with every group.
     """
 
@@ -125,16 +127,16 @@ class WeightBroadcaster(_Channel):
         self._with_checksum = with_checksum
 
     def send(self, stream: WeightIterator, version: int) -> None:
-        """Send all weights of this stage and wait until every engine rank has confirmed those of all stages.
+        """Send all weights of this stage, and wait until every engine rank has confirmed those of all stages.
 
         Args:
-            stream: the stage's weights, taken to its end whatever happens, because gathering it is collective
-                among the ranks of the stage.
-            version: of the weights, the same on all stages.
+            stream: the stage's weights, consumed to the end even after an error, because gathering them is
+                collective among the ranks of the stage.
+            version: version of the weights, equal on all stages.
 
         Raises:
-            RefitError: an engine or another stage is gone, an engine could not load the weights, or they are
-                not what the manifest says.
+            RefitError: an engine or another stage is gone, an engine could not load the weights, or the
+                weights do not match the manifest.
         """
         self._round += 1
         packing: Exception | None = None
@@ -191,14 +193,15 @@ class WeightBroadcaster(_Channel):
 
 
 class WeightListener(_Channel):
-    """A rank of an engine.
+    """The receiving side, a rank of an engine.
 
     Args:
         group: the ranks.
         manifest: from the policy's refit info.
 
     Attributes:
-        version: of the weights that are whole; None before the first refit and within one.
+        version: version of the weights if they are complete; None before the first refit and during each
+            refit.
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
@@ -208,14 +211,15 @@ class WeightListener(_Channel):
         self.version: int | None = None
 
     def receive(self, load: Load) -> int:
-        """Take all weights, ``load`` each group while the next one arrives, confirm, and return their
-        version.
+        """Receive all weights, call ``load`` with each group while the next one arrives, confirm, and return
+        the version of the weights.
 
         Args:
-            load: gets names and tensors that stand until it returns.
+            load: is called with names and tensors, which are valid until it returns.
 
         Raises:
-            RefitError: the policy is gone or in another refit, or the bytes are not those that were sent.
+            RefitError: the policy is gone or in another refit, the bytes differ from those that were sent, or
+                another engine could not load them.
         """
         # From here until the end the engine has parts of two versions, and must not generate.
         self.version = None
@@ -248,7 +252,7 @@ class WeightListener(_Channel):
         return self._coming
 
     def close(self) -> None:
-        """Leave the group of ranks; what was received counts no more."""
+        """Leave the group of ranks; the weights received so far no longer count as complete."""
         self.version = None
         super().close()
 
@@ -260,7 +264,7 @@ class WeightListener(_Channel):
         load(self._views[index])
 
     def _check(self, index: int) -> None:
-        """That group ``index`` is that group of this refit, and that nothing happened to it."""
+        """Raise unless group ``index`` has arrived as that group of this refit, and undamaged."""
         part = self.parts[index][1]
         name = part.tensors[0].name
         round_, version, first, number, checked = self._header(index).tolist()

@@ -1,12 +1,14 @@
-"""Memory that weights are handed over in: made once, shared once by handle, and written again at every refit.
+"""Memory through which weights are handed over: allocated once, shared once by handle, and rewritten at every
+refit.
 
 It has two slots, so that one group of weights is gathered while the engine reads the other. On a CPU the
-memory has no name in any file system (``memfd_create``, Linux alone): another process of the same user opens
-it through ``/proc``, and the kernel frees it when the last of them is gone.
+memory has no name in any file system (``memfd_create``, Linux only): another process of the same user opens
+it through ``/proc``, and the kernel frees it when the last process that uses it is gone.
 
-On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one
-that torch makes counts as a further reader to be waited for, and only the first is ever opened. It travels as
-numbers and bytes by name, and the reader takes no others: nothing that comes from the policy is unpickled.
+On a GPU the slots are device memory, shared by CUDA's own handle. The handle is created once per buffer:
+torch counts each handle that it creates as a further reader to wait for, and only the first is ever opened.
+It is sent as named numbers and bytes, and the reader accepts no other types: nothing that comes from the
+policy is unpickled.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ PAGE = 4096
 
 @functools.cache
 def host_identity() -> str:
-    """Return what processes have in common that can open one another's shared memory: the boot of the kernel
-    and the process namespace."""
+    """Return an identity that is equal for processes that can open one another's shared memory: the boot of
+    the kernel and the process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 class SharedBlock:
-    """A block of shared memory; ``create`` makes one, ``attach`` opens another process's.
+    """A block of shared memory; ``create`` allocates a block, ``attach`` opens another process's.
 
     Attributes:
         bytes: uint8 [nbytes], the memory itself.
@@ -58,10 +60,10 @@ class SharedBlock:
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBlock:
-        """Zeros, of which no page is taken before it is written.
+        """Allocate a block of zeros, of which no page takes memory before it is written.
 
         Raises:
-            RefitError: the system has no such memory, or not as much.
+            RefitError: the system has no such memory, or not enough.
         """
         if not hasattr(os, "memfd_create"):
             raise RefitError("shared memory without a file needs Linux: generate with the policy itself")
@@ -81,8 +83,7 @@ class SharedBlock:
         return block
 
     def handle(self) -> dict[str, Any]:
-        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle
-        of the device memory."""
+        """Return a handle of plain types, by which another process opens the block."""
         return {
             "host": host_identity(),
             "process": os.getpid(),
@@ -95,10 +96,10 @@ class SharedBlock:
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any]) -> SharedBlock:
-        """Return the block of another process, or of this one.
+        """Open the block of another process, or of this one.
 
         Raises:
-            RefitError: it is on another host, or is gone.
+            RefitError: the block is on another host, or is gone.
         """
         if handle["host"] != host_identity():
             raise RefitError(
@@ -132,20 +133,19 @@ class SharedBlock:
         return block
 
     def close(self) -> None:
-        """Let go of it; tensors that look into it keep their pages."""
+        """Release the block; tensors that are views of it keep its pages."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class IpcBuffer:
-    """The two slots, and a page in front of them that says what they hold; on a GPU that page alone is in
-    memory of the host.
+    """The two slots, after a page that describes their content; on a GPU only that page is in host memory.
 
     Attributes:
-        slot_bytes: of one slot.
-        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while it
-            is written.
+        slot_bytes: bytes of one slot.
+        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while the
+            slot is written.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class IpcBuffer:
 
     @classmethod
     def create(cls, slot_bytes: int, device: torch.device) -> IpcBuffer:
-        """Make the policy's side.
+        """Allocate the policy's side.
 
         Args:
-            slot_bytes: of one slot, at least.
-            device: where the weights are; on a GPU the slots are there too.
+            slot_bytes: minimum bytes of one slot.
+            device: device of the weights; on a GPU the slots are there too.
 
         Raises:
-            RefitError: there is not as much memory.
+            RefitError: there is not enough memory.
         """
         # Both slots begin at a page, so that a view of any dtype is aligned.
         slot_bytes = -(-slot_bytes // PAGE) * PAGE
@@ -190,21 +190,22 @@ class IpcBuffer:
         """Open the memory of a policy's process.
 
         Raises:
-            RefitError: it is gone, or its handle is not megarl's.
+            RefitError: the memory is gone, or its handle is not megarl's.
         """
         data = None if handle["device"] is None else _device_memory(handle["device"], device)
         return cls(handle["slot_bytes"], SharedBlock.attach(handle["memory"]), data, None)
 
     def handle(self) -> dict[str, Any]:
-        """Handle, of plain types, by which another process opens it; the same one every time."""
+        """Return a handle of plain types, by which another process opens the buffer; on a GPU it contains
+        PyTorch's own handle of the device memory. The handle is the same every time."""
         return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": self._device_handle}
 
     def slot(self, number: int) -> torch.Tensor:
-        """uint8 [slot_bytes]."""
+        """Return a slot, uint8 [slot_bytes]."""
         return self._data[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Let go of it. The others keep what they have until they let go too."""
+        """Release the buffer. Other processes keep it until they close it too."""
         self._block.close()
 
 
@@ -231,10 +232,10 @@ _EACH_SIDE = {"tensor_size", "storage_device"}
 
 @contextlib.contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Inside, torch's allocator makes segments that do not grow, where it was told to make others.
+    """Make torch's allocator use plain segments inside the context if it is configured for expandable ones.
 
-    CUDA's handles are for memory of ``cudaMalloc``. What grows is handed over by a file descriptor that the
-    reader fetches from the policy's process, which needs rights that many containers have not.
+    CUDA's handles only cover memory of ``cudaMalloc``. An expandable segment is shared by a file descriptor
+    that the reader fetches from the policy's process, which needs permissions that many containers lack.
     """
     options = AllocatorOptions.of_environment()
     if not options.expandable:
@@ -259,16 +260,16 @@ def _set_allocator(options: str) -> None:
 
 
 def _device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of device memory that another process can open."""
+    """Allocate device memory that another process can open, uint8 [nbytes]."""
     with _plain_segments():
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _device_handle(data: torch.Tensor) -> dict[str, Any]:
-    """Handle of device memory, of numbers and bytes.
+    """Return the handle of device memory as numbers and bytes.
 
     Raises:
-        RefitError: this torch describes it otherwise.
+        RefitError: this version of torch describes device memory differently.
     """
     from torch.multiprocessing import reductions
 
@@ -301,10 +302,10 @@ def _check_fields(fields: list[str]) -> None:
 
 
 def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes], device memory of another process, on what this process calls the device.
+    """Open device memory of another process, uint8 [nbytes], on this process's device of that memory.
 
     Raises:
-        RefitError: the handle has other fields, or others than numbers and bytes.
+        RefitError: the handle has other fields, or values that are not numbers or bytes.
     """
     from torch.multiprocessing import reductions
 

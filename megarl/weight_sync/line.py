@@ -1,4 +1,4 @@
-"""Connections between two processes, by which they tell each other things, and that one of them is gone."""
+"""Connections between two processes, which carry messages and reveal that the other process is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPC
 
 
 def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
-    """Return whether one of them has something to read, its end included, within so many seconds."""
+    """Return whether any of the descriptors becomes readable, or reaches end of file, within ``seconds``."""
     # not select(), which takes no descriptor above 1,023
     poll = select.poll()
     for descriptor in descriptors:
@@ -31,7 +31,7 @@ def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
 
 class Line:
     """A connection on which a message is a line of JSON. It ends with the process on its other side, however
-    that ends."""
+    that process ends."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._heard = connection, b""
@@ -45,7 +45,7 @@ class Line:
 
     @property
     def descriptor(self) -> int:
-        """Return the file descriptor of the connection, to wait for it."""
+        """The file descriptor of the connection, for waiting on it."""
         return self._socket.fileno()
 
     def say(self, message: Any) -> None:
@@ -58,11 +58,11 @@ class Line:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def hear(self, seconds: float) -> Any:
-        """Wait for a message.
+        """Wait for a message and return it.
 
         Raises:
-            OSError: none came in time, or the connection has ended.
-            ValueError: it is no JSON.
+            OSError: no message arrived in time, or the connection has ended.
+            ValueError: the message is not JSON.
         """
         ends = time.monotonic() + seconds
         while b"\n" not in self._heard:
@@ -76,11 +76,11 @@ class Line:
         return json.loads(message)
 
     def pending(self) -> list[Any]:
-        """Return the messages that have come, without a wait.
+        """Return the messages that have arrived, without waiting.
 
         Raises:
-            ConnectionError: none have come, and the connection has ended.
-            ValueError: one is no JSON.
+            ConnectionError: there are no messages, and the connection has ended.
+            ValueError: a message is not JSON.
         """
         self._socket.settimeout(0)
         try:
@@ -110,7 +110,7 @@ class Line:
             return True
 
     def close(self) -> None:
-        """Tell the other side that this one is gone."""
+        """Close the connection, and tell the other side."""
         # to close it says nothing while a forked process has it too
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

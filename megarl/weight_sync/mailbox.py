@@ -1,15 +1,16 @@
-"""Mailbox: what a rank of the policy and the engine's ranks that read its weights tell each other within a
-refit.
+"""Mailbox for the messages within a refit between a rank of the policy and the engine's ranks that read its
+weights.
 
-A publishing rank of the policy keeps it for its lifetime, one a GPU, on a CPU one a host: a socket without a
-name in any file system, to which readers connect. The policy tells them where each group of a refit is, which
-it knows by its ticket, or why it has given the refit up; they tell it what they have read. It writes a slot
-again when all living readers have read what was in it.
+A publishing rank of the policy keeps its mailbox for its lifetime, one per GPU, or on a CPU one per host. The
+mailbox is a socket without a name in any file system, to which readers connect. The policy sends them the
+location of each group of a refit, which is identified by its ticket, or the reason why it has given up the
+refit; readers report what they have read. The policy rewrites a slot when all living readers have read its
+content.
 
-Both sides go on whatever happens to the other. A reader that failed, or whose process ended, is waited for no
-longer; one that only stands still, until the patience of the policy ends. A policy that failed says why; one
-whose process ended is missed by its connection. So after a refit that failed the next one finds no one
-waiting.
+Both sides continue whatever happens to the other. The policy no longer waits for a reader that failed, or
+whose process ended; for a reader that hangs, it waits until its patience ends. A policy that failed sends the
+reason; if its process ended, the connection reveals it. So after a failed refit nobody is still waiting when
+the next one begins.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class _Reader:
     """A rank of an engine that has connected.
 
     Attributes:
-        line: to it.
+        line: connection to the rank.
         process: number of its process.
-        session: of the engines that it belongs to; None until it has said so.
-        ticket, read: the refit that it is in, and how many groups of it it has read; ``_REFUSED`` where it
+        session: number of the engines that it belongs to; None until it has sent this number.
+        ticket, read: its present refit, and how many of the refit's groups it has read; ``_REFUSED`` if it
             reads no more.
-        before: the refit that it was in when the present one began.
+        before: its refit when the mailbox's present one began.
     """
 
     line: Line
@@ -55,12 +56,12 @@ class _Reader:
 
 
 class Mailbox:
-    """The policy's side: one publishing rank.
+    """The policy's side of a mailbox: one publishing rank.
 
     Args:
-        on_gpu: the weights are in memory of this process's GPU; else any process of the host can read them.
-        engine_rank: number, in its engine, of the ranks that the weights are for; None where they are for
-            all.
+        on_gpu: the weights are in memory of this process's GPU; otherwise any process of the host can read
+            them.
+        engine_rank: number, within its engine, of the ranks that may read the weights; None for all ranks.
     """
 
     def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
@@ -76,7 +77,7 @@ class Mailbox:
         self.refit: tuple[int, int] | None = None
 
     def handle(self) -> dict[str, Any]:
-        """Handle, of plain types, by which another process finds it."""
+        """Return a handle of plain types, by which another process finds the mailbox."""
         here = {
             "host": host_identity(),
             "process": os.getpid(),
@@ -94,11 +95,11 @@ class Mailbox:
             reader.before = reader.ticket
 
     def post(self, index: int, payload: Mapping[str, Any]) -> None:
-        """Tell where group ``index`` of the refit is."""
+        """Send the location of the refit's group ``index`` to the readers."""
         self._tell({"index": index, "payload": without_bytes(payload)})
 
     def give_up(self, session: int, ticket: int, reason: str) -> None:
-        """Tell the readers of a refit that no more of it comes, and why."""
+        """Tell the readers of a refit that it sends no more groups, and why."""
         if self.refit != (session, ticket):
             self.open(session, ticket)
         self._tell({"given_up": reason})
@@ -117,15 +118,16 @@ class Mailbox:
                 self._drop(reader)
 
     def has_readers(self) -> bool:
-        """Return whether any living rank of the engines of the refit reads here."""
+        """Return whether any living rank of the refit's engines is connected."""
         self._look(0.0)
         return bool(self._readers())
 
     def wait_until_read(self, count: int, patience: float) -> None:
-        """Until every living reader has read ``count`` groups of the refit, refused it, or is in a later one.
+        """Wait until every living reader has read ``count`` groups of the refit, has refused it, or is in a
+        later one.
 
         Raises:
-            RefitError: one of them has not after ``patience`` seconds.
+            RefitError: a reader has not done so after ``patience`` seconds.
         """
         ends = time.monotonic() + patience
         self._look(0.0)
@@ -154,7 +156,7 @@ class Mailbox:
         ]
 
     def _look(self, seconds: float) -> None:
-        """Take in readers that come, and what they say, after a wait of ``seconds`` at most."""
+        """Wait at most ``seconds``, then accept new readers and process the messages of all readers."""
         # One wait for all connections and the server: a wait for each in turn would miss who ends meanwhile.
         if not can_be_read(
             (self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds
@@ -184,17 +186,17 @@ class Mailbox:
         self._everybody.remove(reader)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the mailbox and its connections."""
         self._server.close()
         for reader in list(self._everybody):
             self._drop(reader)
 
 
 class MailboxReader:
-    """The side of an engine's rank.
+    """The engine rank's side of a mailbox.
 
     Args:
-        handle: of the policy's mailbox.
+        handle: handle of the policy's mailbox.
         session: number of the engines that take part in a refit together.
 
     Raises:
@@ -225,11 +227,11 @@ class MailboxReader:
         self.has_read(ticket, 0)
 
     def payload(self, ticket: int, index: int, patience: float) -> dict[str, Any]:
-        """Return where group ``index`` of a refit is, once the policy has posted it; messages of other refits
-        are passed over.
+        """Return the location of the refit's group ``index``, once the policy has posted it; messages of
+        other refits are skipped.
 
         Raises:
-            RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience``
+            RefitError: the policy has given up the refit, has ended, or posts nothing for ``patience``
                 seconds.
         """
         ends = time.monotonic() + patience
@@ -252,31 +254,31 @@ class MailboxReader:
             ) from error
 
     def has_read(self, ticket: int, count: int) -> None:
-        """This rank needs the first ``count`` groups of a refit no longer."""
+        """Report that this rank no longer needs the first ``count`` groups of a refit."""
         # a policy that is gone is missed where its next group is waited for
         with contextlib.suppress(OSError):
             self._line.say([ticket, count])
 
     def refuse(self, ticket: int) -> None:
-        """This rank reads no more of a refit; the policy does not wait for it."""
+        """Report that this rank reads no more of a refit, so that the policy does not wait for it."""
         self.has_read(ticket, _REFUSED)
 
     def close(self) -> None:
-        """Let go of it; the policy waits for this reader no longer."""
+        """Close the connection, so that the policy no longer waits for this reader."""
         self._line.close()
 
 
 def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
-    """Return the device of the policy's rank from which a rank of an engine takes its weights: its own, or on
-    a CPU one of its host that is for it.
+    """Return the device of the policy rank from which an engine rank takes its weights: its own device, or on
+    a CPU that of a policy rank on the same host which publishes for it.
 
     Args:
         mailboxes: handles by the identity of the policy rank's device.
         device: identity of the engine rank's device.
-        engine_rank: its number in its engine.
+        engine_rank: number of the engine rank in its engine.
 
     Raises:
-        RefitError: there is none.
+        RefitError: there is no such device.
     """
     for_it = {
         name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)
@@ -299,12 +301,12 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
 def mailbox_for(
     mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0
 ) -> Mapping[str, Any]:
-    """Return the mailbox that a rank of an engine reads; see ``beside``."""
+    """Return the mailbox that an engine rank reads; see ``beside``."""
     return mailboxes[beside(mailboxes, device, engine_rank)]
 
 
 def without_bytes(value: Any) -> Any:
-    """Plain values with bytes in hexadecimal, as JSON takes them."""
+    """Return plain values with bytes replaced by hexadecimal text, as JSON requires."""
     if isinstance(value, bytes):
         return {"hex": value.hex()}
     return {key: without_bytes(one) for key, one in value.items()} if isinstance(value, Mapping) else value

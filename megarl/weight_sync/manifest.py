@@ -1,11 +1,11 @@
-"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and where they lie
+"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and their positions
 in a buffer.
 
-Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no
-shape. With it goes what is decided once for all refits: how the memory above the model is divided (two
-transfer buffers, what is gathered for them, and lists), which pipeline stage sends which weights (runs of
-neighbours in the order of sending that one stage holds; an interleaved pipeline gives a stage several runs),
-and how weights are taken from a stream into a buffer in batches of copies.
+Both sides know the manifest before the first transfer, so that a transfer itself carries no names or shapes.
+This module also decides what is fixed for all refits: how the memory beyond the model is divided (two
+transfer buffers, gathered weights, and lists), which pipeline stage sends which weights (runs of consecutive
+weights in sending order that one stage holds; an interleaved pipeline gives a stage several runs), and how
+weights are copied in batches from a stream into a buffer.
 """
 
 from __future__ import annotations
@@ -45,26 +45,24 @@ REST_SHARE = 64
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
-    """Return bytes of weights that are gathered together, unless one alone takes more.
+    """Return the bytes of weights that are gathered together, unless a single weight takes more.
 
     Args:
-        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not
-            configured.
+        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None if it is not configured.
     """
     return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
 
 
 def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, largest: int) -> int:
-    """Return bytes of each transfer buffer.
+    """Return the bytes of each transfer buffer.
 
     Args:
         buffer_gib: GiB that a refit may take.
-        buffers: how many.
-        lists: bytes of the lists of what is in them.
-        gathered: bytes that the weights take on their way into them.
-        largest: bytes of the largest weight, for which there is room as long as buffers of its size and the
-            lists fit alone: what is gathered of it, a bucket of its own, may then take more than is
-            configured.
+        buffers: number of transfer buffers.
+        lists: bytes of the lists of the buffers' content.
+        gathered: bytes of weights that are being gathered for the buffers.
+        largest: bytes of the largest weight, which gets room if buffers of its size and the lists fit alone.
+            Its gathering, as a bucket of its own, may then take more memory than is configured.
     """
     configured = int(buffer_gib * GIB)
     room = max(configured - lists, 0)
@@ -76,12 +74,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights, in the order in which they are sent.
+    """All weights, in sending order.
 
     Attributes:
-        tensors: the weights; of one that travels as a slice, the shape of the slice.
-        slices: of the names that travel as slices, in the order of sending, the slice and the shape of the
-            whole weight.
+        tensors: the weights; for a weight that is sent as a slice, the shape of the slice.
+        slices: slice and full shape of each weight that is sent as a slice, by name, in sending order.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -89,15 +86,15 @@ class Manifest:
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Return the manifest of the names and tensors that an iterator gives."""
+        """Return the manifest of the names and tensors of an iterable."""
         return cls._checked(TensorInfo.of(name, tensor) for name, tensor in stream)
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Manifest:
-        """Return the reverse of ``description``.
+        """Build a manifest from its ``description``.
 
         Raises:
-            RefitError: it is none.
+            RefitError: ``description`` is not the description of a manifest.
         """
         try:
             infos = [
@@ -127,11 +124,11 @@ class Manifest:
         return manifest
 
     def sliced(self, slices: Slices) -> Manifest:
-        """Return the manifest of the same weights where those of ``slices`` travel as slices; for one rank of
-        an engine.
+        """Return the manifest of the same weights in which those of ``slices`` are sent as slices; for one
+        rank of an engine.
 
         Raises:
-            RefitError: one of them is no weight of this manifest, or does not have these indices.
+            RefitError: a name is not a weight of this manifest, or the weight does not have these indices.
         """
         unknown = slices.keys() - self._index.keys()
         if unknown or self.slices:
@@ -153,13 +150,13 @@ class Manifest:
         return Manifest(tuple(tensors), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's
-        ``prepare_refit_info`` gives it."""
+        """Return ``{name: (shape, dtype)}`` in sending order, as the NeMo-RL policy API's
+        ``prepare_refit_info`` does."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, their order and what travels as slices, in hexadecimal."""
+        """SHA-256 digest of names, shapes, dtypes, their order and the slices, in hexadecimal."""
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
             # the slices of two ranks may have the same shapes
@@ -181,10 +178,11 @@ class Manifest:
         return [tensor.shape for tensor in self.tensors], [tensor.dtype for tensor in self.tensors]
 
     def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Let pass the weights from index ``first`` up to ``stop``, without a line of Python for each.
+        """Check that weights are the announced ones from index ``first`` up to ``stop``, without Python code
+        per weight.
 
         Raises:
-            RefitError: they are others than those that were announced.
+            RefitError: the weights differ from the announced ones.
         """
         shapes, dtypes = self._kinds
         if (
@@ -198,11 +196,11 @@ class Manifest:
             )
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
-        """Check, by what announces the weights that come, that they are those from index ``first`` up to
+        """Check that the infos of arriving weights are the announced ones from index ``first`` up to
         ``stop``.
 
         Raises:
-            RefitError: they are others than those that were announced.
+            RefitError: the infos differ from the announced ones.
         """
         for announced, found in zip_longest(self.tensors[first:stop], coming):
             if found != announced:
@@ -214,13 +212,13 @@ class Manifest:
 
     @property
     def padded_sizes(self) -> list[tuple[str, int]]:
-        """Names with the bytes that they take in a buffer, in the order of sending."""
+        """Names with the bytes that the weights take in a buffer, in sending order."""
         return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
 
     @cached_property
     def _begins(self) -> array[int]:
-        """Bytes in front of each weight where all are in one buffer, and of all: eight each, where a number
-        of Python's takes four times that."""
+        """First byte of each weight if all are in one buffer, followed by the bytes of all; an array takes
+        eight bytes per number, where Python's numbers take four times that."""
         return array("q", accumulate((padded_bytes(tensor.nbytes) for tensor in self.tensors), initial=0))
 
     @property
@@ -230,15 +228,15 @@ class Manifest:
 
     @cached_property
     def largest(self) -> tuple[str, int]:
-        """Name of the weight that takes most bytes in a buffer, and how many."""
+        """Name of the weight that takes the most bytes in a buffer, and these bytes."""
         return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
     def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
-        """Yield the weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each,
-        in order, as few as that allows.
+        """Yield the weights from index ``first`` up to ``stop`` in order, in as few groups as possible of at
+        most ``budget`` bytes each.
 
         Raises:
-            RefitError: a weight alone is larger.
+            RefitError: a single weight is larger than ``budget``.
         """
         stop = len(self.tensors) if stop is None else stop
         while first < stop:
@@ -253,8 +251,8 @@ class Manifest:
             first = end
 
     def group(self, first: int, count: int) -> Group:
-        """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out
-        once."""
+        """Return the group of ``count`` weights from index ``first`` on, which is laid out once and cached
+        for later refits."""
         if (first, count) not in self._groups:
             self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
@@ -267,7 +265,7 @@ class Manifest:
         """Return the group of the weights ``names``.
 
         Raises:
-            RefitError: they are not neighbours in the order of sending.
+            RefitError: the names are not consecutive in sending order.
         """
         first = self._index.get(names[0], len(self.tensors)) if names else len(self.tensors)
         expected = self._names[first : first + len(names)]
@@ -284,7 +282,7 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
     """Return the error for a weight that takes more bytes than a buffer has.
 
     Args:
-        name, nbytes: of the weight, padding included.
+        name, nbytes: name of the weight, and its bytes including padding.
         budget: bytes of a buffer.
         weights: number of all weights.
     """
@@ -302,11 +300,11 @@ WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
 def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all
-    the same.
+    """Copy the weights of a group from a stream into ``buffer``, uint8; without a buffer the stream advances
+    all the same.
 
     Raises:
-        RefitError: other weights come than were announced.
+        RefitError: the weights differ from the announced ones.
     """
     first = group.first
     if isinstance(stream, FlatBucketIterator):
@@ -327,8 +325,8 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
 def _lay(
     stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None
 ) -> int:
-    """Lay a flat bucket into the buffer, and return the index after its last weight; nothing is done for a
-    weight but for the first time that it comes."""
+    """Copy a flat bucket into the buffer, and return the index after its last weight. Python code runs per
+    weight only when the bucket first arrives."""
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
@@ -351,15 +349,15 @@ def _lay(
 
 
 def failing(error: Exception) -> WeightIterator:
-    """Return the stream of a model that has none to give, because of ``error``."""
+    """Return the stream of a model that cannot provide weights; its first item raises ``error``."""
     # Raised at the first next() and not when the stream is made: by then all ranks have begun the refit.
     raise error
     yield
 
 
 def drain(stream: WeightIterator) -> None:
-    """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever
-    became of its own part."""
+    """Consume the rest of a stream, which every rank must do even after an error of its own, because
+    gathering the weights is collective."""
     if isinstance(stream, FlatBucketIterator):
         while stream.take(sys.maxsize) is not None:
             pass
@@ -369,7 +367,7 @@ def drain(stream: WeightIterator) -> None:
 
 
 def expect_end(stream: WeightIterator) -> None:
-    """Let the stream come to its end: what stands after its last weight runs too.
+    """Run the stream to its end, including its code after the last weight.
 
     Raises:
         RefitError: there are weights left.
@@ -382,12 +380,12 @@ def expect_end(stream: WeightIterator) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The pipeline stages that send.
+    """The pipeline stages that send weights.
 
     Attributes:
-        count: of the stages.
-        runs: ``(stage, number of weights)`` of every run, in the order of sending; empty where stage 0 sends
-            all.
+        count: number of stages.
+        runs: ``(stage, number of weights)`` of every run, in sending order; empty if stage 0 sends all
+            weights.
     """
 
     count: int = 1
@@ -395,15 +393,14 @@ class Stages:
 
     @classmethod
     def of(cls, manifest: Manifest, names: Sequence[Sequence[str]]) -> Stages:
-        """From the names that each stage sends.
+        """Build the runs from the names that each stage sends.
 
         Args:
-            manifest: of all weights.
-            names: a list a stage, each in its order of sending.
+            manifest: manifest of all weights.
+            names: one list per stage, each in sending order.
 
         Raises:
-            RefitError: a weight is sent by no stage or by two, is not in the manifest, or comes in another
-                order.
+            RefitError: a weight is sent by no stage or by two, is not in the manifest, or is out of order.
         """
         owners = {name: stage for stage, own in enumerate(names) for name in own}
         missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
@@ -426,11 +423,11 @@ class Stages:
         return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
 
     def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
-        """Stages with the groups of weights that they send, at most ``budget`` bytes each, in the order of
-        sending.
+        """Yield each stage with the groups of weights that it sends, of at most ``budget`` bytes each, in
+        sending order.
 
         Raises:
-            RefitError: a weight alone is larger, or the runs are those of another model.
+            RefitError: a single weight is larger than ``budget``, or the runs are those of another model.
         """
         runs = self.runs or ((0, len(manifest.tensors)),)
         if sum(count for _, count in runs) != len(manifest.tensors):

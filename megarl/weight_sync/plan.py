@@ -1,11 +1,11 @@
-"""Strided plans: where weights are stored in a transfer buffer, and the few copies that fill it.
+"""Strided plans: the layout of weights in a transfer buffer, and the few copies that fill it.
 
-The weights of a group are stored in the order of sending, each at a multiple of ``ALIGNMENT`` bytes; what is
-between them means nothing. Where an iterator says in which flat tensors weights are stored (``FlatBucket``),
-a refit on a CPU has no time for a call a weight: strided copies are worked out once. Weights that follow one
-another on both sides become one copy, and copies of one form at equal distances (the groups of query heads,
-the ranks, the experts of a layer) become a single one with one more dimension, so that there are few however
-many tensors there are.
+The weights of a group are stored in sending order, each at a multiple of ``ALIGNMENT`` bytes; the gaps
+between them are undefined. If an iterator provides flat tensors that contain the weights (``FlatBucket``), a
+refit on a CPU has no time for one call per weight: strided copies are planned once. Weights that are adjacent
+on both sides become one copy, and copies of one form at equal distances (the groups of query heads, the
+ranks, the experts of a layer) become a single copy with one more dimension, so that there are few copies
+however many tensors there are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGED_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
+    """One weight: its Hugging Face name, its full shape and the dtype in which it is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """Return the info that announces this weight."""
+        """Return the info that describes this weight."""
         return cls(name, tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -50,24 +50,24 @@ class TensorInfo:
 
 @functools.cache
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor: elements from one index to the next, a dimension each."""
+    """Return the strides of a contiguous tensor, in elements, one per dimension."""
     # Asked of torch, because its strides of sizes 0 and 1 are a convention that as_strided compares with.
     return torch.empty(shape, device="meta").stride()
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Return bytes that a weight takes in a buffer."""
+    """Return the bytes that a weight of ``nbytes`` takes in a buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRegion:
-    """Region of a flat tensor in which a weight is stored, contiguous.
+    """Contiguous region of a flat tensor in which a weight is stored.
 
     Attributes:
         name, shape: of the weight.
-        flat: which of the flat tensors.
-        begin: its first element there.
+        flat: index of the flat tensor.
+        begin: the weight's first element in the flat tensor.
     """
 
     name: str
@@ -76,7 +76,7 @@ class BufferRegion:
     begin: int
 
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the weight, in the memory of the flat tensors."""
+        """Return the weight as a view of the flat tensors."""
         flat = flats[self.flat]
         # as_strided and not narrow and view: one call a weight, and storage offsets of flats that are views
         # themselves.
@@ -85,11 +85,11 @@ class BufferRegion:
 
 @dataclass(frozen=True, slots=True)
 class FlatBucket:
-    """Neighbouring weights of a stream.
+    """Consecutive weights of a stream, stored in flat tensors.
 
     Attributes:
-        places: of these weights and others; the same object at every refit.
-        first, count: which of the places.
+        places: regions of these weights and others; the same object at every refit.
+        first, count: index of the first region of these weights, and their number.
         flats: tensors of one dtype without gaps.
     """
 
@@ -104,31 +104,31 @@ class FlatBucket:
         return self.flats[0].dtype
 
     def infos(self) -> list[TensorInfo]:
-        """Infos that would announce the weights."""
+        """Return the infos that describe the weights."""
         return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
 
     def chosen(self) -> Sequence[BufferRegion]:
-        """Return the places of these weights."""
+        """Return the regions of these weights."""
         return self.places[self.first : self.first + self.count]
 
 
 class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
-    """Names and weights, one by one or many at once."""
+    """Iterator over names and weights, one by one or many at once."""
 
     @abstractmethod
     def take(self, most: int) -> FlatBucket | None:
-        """Return weights that come next, from one up to ``most``; None after the last one. The flat tensors
-        are for use until the next call."""
+        """Return the next weights, at least one and at most ``most``; None after the last one. The flat
+        tensors are valid until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of one flat tensor that go into another one.
+    """A copy of elements from one flat tensor to another.
 
     Attributes:
-        source, target: the first element's place there and here.
-        sizes: of the dimensions along which they lie.
-        source_strides, target_strides: elements from one index to the next, a dimension each.
+        source, target: position of the first element in the source and in the target.
+        sizes: sizes of the dimensions that are copied.
+        source_strides, target_strides: strides in elements, one per dimension.
     """
 
     source: int
@@ -139,22 +139,22 @@ class Copy:
 
     @classmethod
     def run_of(cls, count: int, source: int, target: int) -> Copy:
-        """``count`` elements that lie one after another, there and here."""
+        """Return the copy of ``count`` elements that are contiguous in source and target."""
         return cls(source, target, (count,), (1,), (1,))
 
     @property
     def form(self) -> tuple[tuple[int, ...], ...]:
-        """All but the places."""
+        """Sizes and strides of the copy, without its positions."""
         return self.sizes, self.source_strides, self.target_strides
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy; both tensors without gaps, of any shape."""
+        """Run the copy between two tensors without gaps, of any shape."""
         there = source.as_strided(self.sizes, self.source_strides, source.storage_offset() + self.source)
         target.as_strided(self.sizes, self.target_strides, target.storage_offset() + self.target).copy_(there)
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
-    """Fewer copies of the same elements to the same places, in any order."""
+    """Return fewer copies that copy the same elements to the same positions, in any order."""
     while True:
         forms: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
         for copy in copies:
@@ -168,7 +168,7 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """Copies of one form: runs of them whose places rise evenly as one."""
+    """Yield copies of one form, in which runs of copies at evenly rising positions are merged into one."""
     first = 0
     while first < len(copies):
         begin, last = copies[first], first
@@ -194,11 +194,11 @@ def _distance(one: Copy, other: Copy) -> tuple[int, int]:
 
 
 class CopyPlan:
-    """The copies that lay the weights of a flat bucket into a transfer buffer.
+    """The copies that write the weights of a flat bucket into a transfer buffer.
 
     Args:
-        bucket: of these weights; another one like it will do.
-        begins: of each weight in the buffer, in bytes, rising.
+        bucket: contains the weights; the plan also fits other buckets with the same layout.
+        begins: first byte of each weight in the buffer, rising.
     """
 
     def __init__(self, bucket: FlatBucket, begins: Sequence[int]) -> None:
@@ -219,7 +219,7 @@ class CopyPlan:
         self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
 
     def serves(self, bucket: FlatBucket) -> bool:
-        """Return whether a flat bucket's weights are stored as those were that this was made for."""
+        """Return whether a flat bucket has the layout for which this plan was built."""
         places, *others = self._alike
         # By identity: the iterator promises the same object at every refit, and to compare thousands of
         # places takes longer than to copy them.
@@ -235,16 +235,17 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Neighbouring weights that are sent together.
+    """Consecutive weights that are sent together.
 
     Attributes:
-        first: index of the first one in the manifest.
+        first: index of the first weight in the manifest.
         tensors: the weights.
-        begins: where each is stored in a buffer, in bytes, and the bytes of all.
-        gaps: bytes of padding behind each.
-        batches: in which they are taken where they come one by one, each of one dtype, as their places in the
-            group.
-        plans: of flat buckets, by the manifest's index of the first weight; worked out when they come.
+        begins: first byte of each weight in a buffer, followed by the bytes of all.
+        gaps: bytes of padding after each weight.
+        batches: first weight and end of each batch in which weights that arrive one by one are copied, as
+            indices within the group; each batch has one dtype.
+        plans: copy plans of flat buckets, by the manifest's index of the first weight; built when the buckets
+            arrive.
     """
 
     first: int
@@ -276,7 +277,7 @@ class Group:
 
     @classmethod
     def of(cls, first: int, tensors: Sequence[TensorInfo]) -> Group:
-        """Lay out weights, of which ``first`` is the first one's index."""
+        """Lay out consecutive weights; ``first`` is the index of the first one."""
         begins = array("q", accumulate((padded_bytes(info.nbytes) for info in tensors), initial=0))
         gaps = bytes(-info.nbytes % ALIGNMENT for info in tensors)
         batches, begin = [], 0
@@ -288,8 +289,8 @@ class Group:
         return cls(first, tensors, begins, gaps, batches)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return names and weights where they are stored in a buffer, uint8 and at least as long as the
-        group, in the order of sending."""
+        """Return names and weights in sending order, as views of a buffer, uint8 and at least as long as the
+        group."""
         flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
@@ -302,16 +303,15 @@ class Group:
 
     @torch.no_grad()
     def fill(self, buffer: torch.Tensor, begin: int, end: int, weights: Sequence[torch.Tensor]) -> None:
-        """Copy a batch of weights that came one by one into a buffer.
+        """Copy a batch of weights that arrived one by one into a buffer.
 
         ``torch.cat`` copies thousands of small weights twice as fast as ``torch._foreach_copy_`` on a CPU.
 
         Args:
             buffer: uint8, at least as long as the group.
             begin, end: one of ``batches``.
-            weights: with the announced shapes and dtypes. That has to be known before: of other shapes
-                ``torch.cat`` would lay down as many bytes as there are, past the end, with no more than a
-                warning.
+            weights: weights with the announced shapes and dtypes, which must be checked before: with other
+                shapes ``torch.cat`` would write past the end, with no more than a warning.
         """
         if buffer.is_cuda:
             # a backend that offloads may have them in host memory, which torch.cat does not read
@@ -335,8 +335,8 @@ _FACTOR = -7046029254386353131
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Return the sum over int32 words of (word times an odd number that depends on its place), modulo 2^64,
-    as a signed number.
+    """Return the sum over int32 words of (word times an odd number that depends on its position), modulo
+    2^64, as a signed number.
 
     Args:
         data: uint8, a multiple of 4 long, on any device.

@@ -1,14 +1,14 @@
-"""Rendezvous of the ranks that weights are sent between: a connection of each of them with the policy's first
+"""Rendezvous of the ranks between which weights are sent: a connection of each rank with the policy's first
 rank.
 
-By it a rank says who it is and hears the first rank's verdict, so that a wrong world size, a rank taken twice
-or another model is an error on every side within the deadline, and not a collective that waits indefinitely.
-At the end of a refit all agree by it on what went wrong.
+Over this connection a rank identifies itself and receives the first rank's verdict. So a wrong world size, a
+rank that joins twice or another model is an error on every side within the deadline, and not a collective
+that waits indefinitely. At the end of a refit, the ranks exchange their errors over it.
 
-It ends with the process on its other side, and so tells that it is gone. gloo does not tell in every case: an
-operation whose bytes are on their way while its peer dies waits until its own time is over, on either side,
-and neither ``abort`` nor the peer's closed connection ends it (torch 2.13). The first rank sees whoever is
-gone, and leaves then; by that all others see it.
+The connection ends with the process on its other side, and so reveals that the process is gone. gloo does not
+reveal it in every case: an operation whose peer dies during the transfer waits until its own timeout, on
+either side, and neither ``abort`` nor the peer's closed connection ends it (torch 2.13). The first rank
+detects every rank that is gone, and leaves then, which all other ranks detect.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _PROTOCOL = 6
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Numbers for all that take part: the policy's first rank, the ranks of the engines, and behind them the
-    senders of later stages.
+    """Numbers of all members: the policy's first rank, the ranks of the engines, and after them the senders
+    of later stages.
 
     Attributes:
-        world_size: ranks of the engines, and one.
+        world_size: number of the engines' ranks, plus one.
         stages: pipeline stages of the policy; each has one sender.
     """
 
@@ -67,12 +67,12 @@ class Members:
         )
 
     def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
-        """Return why one that came cannot be taken in; empty where it can.
+        """Return why a rank that connected cannot be accepted; empty if it can.
 
         Args:
-            said: its hello.
-            own: what both sides have to have alike.
-            here: numbers of those that came before.
+            said: the rank's hello.
+            own: values that must be equal on both sides.
+            here: numbers of the members that have already joined.
         """
         rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
@@ -97,7 +97,7 @@ class Members:
         return ""
 
     def names(self, numbers: Collection[int]) -> str:
-        """Return the names of those that are missing."""
+        """Return the names of missing members."""
         ranks = [number for number in sorted(numbers) if number < self.world_size]
         said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
         return " and ".join(
@@ -113,20 +113,20 @@ class Members:
 
 
 class Rendezvous:
-    """The connections of the policy's first rank, or that of another rank with it.
+    """The connections of the policy's first rank with all others, or the connection of another rank with it.
 
     Args:
-        ip, port: where the policy's first rank listens, on this address alone.
-        keeps: this is that rank.
-        seconds: longest time until all are there.
+        ip, port: address where the policy's first rank listens, and the only one.
+        keeps: this is the policy's first rank.
+        seconds: timeout until all members have joined.
 
     Attributes:
         address: ``ip:port``, for messages.
-        members: who takes part, once all have met.
-        store: by which those who met make process groups, of the same address.
+        members: the members, once all have joined.
+        store: store at the same address, with which the members create process groups.
 
     Raises:
-        RefitError: the port cannot be taken, or nobody listens there.
+        RefitError: the port is not available, or nobody listens there.
     """
 
     members: Members
@@ -161,20 +161,20 @@ class Rendezvous:
                 time.sleep(0.05)
 
     def left(self) -> float:
-        """Return seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return max(0.1, self._ends - time.monotonic())
 
     def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
-        """All but the policy's first rank: say who this is, and hear the verdict.
+        """Identify this rank, which is not the policy's first, and return the verdict.
 
         Args:
-            own: what both sides have to have alike.
-            rank: of an engine; 0 for a sender.
-            stage: of a sender.
-            buffer_bytes: that a sender has for a transfer buffer.
+            own: values that must be equal on both sides.
+            rank: rank of an engine; 0 for a sender.
+            stage: pipeline stage of a sender.
+            buffer_bytes: bytes that a sender has for a transfer buffer.
 
         Raises:
-            RefitError: there is none in time, or it is a refusal.
+            RefitError: no verdict arrives in time, or it is a refusal.
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
         # Proven as the very text that was sent: JSON made again elsewhere may order or space it otherwise.
@@ -206,16 +206,16 @@ class Rendezvous:
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
-        """The policy's first rank: hear everybody as they come, so that who does not belong here is
-        refused at once, and tell them.
+        """Accept the members on the policy's first rank as they connect, refuse strangers at once, and send
+        the verdict to all.
 
         Args:
-            own: what both sides have to have alike.
-            members: who has to come.
-            terms: what is to be told; of ``buffer_bytes`` the least that a sender has.
+            own: values that must be equal on both sides.
+            members: the members that must join.
+            terms: further content of the verdict; its ``buffer_bytes`` becomes the minimum over the senders.
 
         Raises:
-            RefitError: somebody is missing, came twice, or expects something else.
+            RefitError: a rank is missing, joined twice, or expects something else.
         """
         own, verdict = (
             {"protocol": _PROTOCOL, **own},
@@ -270,15 +270,16 @@ class Rendezvous:
         return self._accepted(verdict, members)
 
     def _accept(self) -> Line | None:
-        """Return the next connection; None where the time is over."""
+        """Return the next connection, or None after the deadline."""
         self._server.settimeout(max(0.01, self._ends - time.monotonic()))
         with contextlib.suppress(TimeoutError):
             return Line(self._server.accept()[0])
         return None
 
     def _store(self, port: int, listener: int | None = None) -> Any:
-        """Return the store whose port ``listener`` is, which closes it; without one that of the policy's
-        first rank. A store that opens its port itself listens to everybody who reaches this host."""
+        """Return a store on the open port ``listener``, which the store closes later, or without a listener
+        the store of the policy's first rank. A store that opened its port itself would be reachable by
+        everyone who reaches this host."""
         left = datetime.timedelta(seconds=self.left())
         return dist.TCPStore(
             self._ip,
@@ -297,18 +298,19 @@ class Rendezvous:
         return verdict
 
     def lost(self) -> list[int]:
-        """Return numbers of the members that are gone, as far as they have a connection with this one."""
+        """Return the numbers of the members that are gone, among those that have a connection with this
+        rank."""
         return sorted(number for number, line in self._lines.items() if line.is_gone())
 
     def agree(self, refusal: str, seconds: float) -> dict[int, str]:
-        """Tell all ranks what each of them refused, by number; nothing of those that did not.
+        """Exchange refusals between all ranks; return the text of each rank that refused, by number.
 
         Args:
-            refusal: this rank's; empty for none.
-            seconds: longest wait for the others.
+            refusal: this rank's refusal; empty for none.
+            seconds: timeout for the other ranks.
 
         Raises:
-            RefitError: a rank is gone, or says nothing; the policy names those that did not.
+            RefitError: a rank is gone, or does not respond; the policy names these ranks.
         """
         ends, absent = time.monotonic() + seconds, f"the policy at {self.address} or another engine"
         try:
@@ -341,7 +343,7 @@ class Rendezvous:
             raise RefitError(f"the refit ended without {absent}: {error}") from error
 
     def close(self) -> None:
-        """Let go of the connections and the store; with the first rank's it ends for all."""
+        """Close the connections and the store; the first rank's close ends the rendezvous for all."""
         for line in self._lines.values():
             line.close()
         self._lines = {}
@@ -351,7 +353,8 @@ class Rendezvous:
 
 
 def _proven(came: Any, nonce: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a hello, None where it is not of this run; and what its verdict has to be proven by."""
+    """Return a hello, or None if it does not belong to this run, and the challenge with which its verdict
+    must be proven."""
     try:
         hello, challenge = str(came["hello"]), str(came["challenge"])
         said: dict[str, Any] = json.loads(hello)

@@ -1,11 +1,11 @@
-"""Colocated refits: the policy's ranks gather weights and lay them into IPC buffers; the engine finds them by
-handle and checks them.
+"""Colocated refits: the policy's ranks gather weights and write them into IPC buffers; the engine finds these
+by handle and checks the weights.
 
-The sender is one rank's part; the receiver knows which version of the weights is whole. Each rank of the
-policy hands its groups to the engine's ranks beside it by itself: at a refit the driver tells the policy's
-ranks one thing and the engines' one, and everything else goes through a mailbox. Or the driver carries the
-handle of each group. All ranks of the policy go through all weights, whatever happens on one of them, because
-gathering them is collective.
+The sender is one rank's part; the receiver knows which version of the weights is complete. Each rank of the
+policy hands its groups directly to the engine's ranks that share its device: for a refit the driver makes one
+call to the policy's ranks and one to the engines', and everything else goes through a mailbox. Alternatively
+the driver carries the handle of each group. All ranks of the policy iterate over all weights, even if one of
+them fails, because gathering the weights is collective.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ FREE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SlicesHere:
-    """The slices that a policy's rank gives, where some weights travel as slices.
+    """The slices that a policy's rank sends, if some weights are sent as slices.
 
     Attributes:
-        manifest: of the rank of an engine that reads here.
+        manifest: manifest for the engine rank that reads from this rank.
         engine_rank: number of that rank in its engine.
         publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a
             GPU every rank does.
@@ -65,20 +65,21 @@ class SlicesHere:
 
 
 class WeightSender:
-    """Lays the weights of a model into an ``IpcBuffer``, group after group.
+    """Sender that writes the weights of a model into an ``IpcBuffer``, group after group.
 
-    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an IPC buffer
-    of its own, for the engine's rank on the same device; on a CPU the first rank of each host does.
+    All ranks must make the same calls, because gathering is collective. On a GPU every rank fills its own IPC
+    buffer, for the engine's rank on the same device; on a CPU the first rank of each host does.
 
     Args:
-        stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
+        stream: returns an iterator over all Hugging Face names and full tensors, in the same order on all
+            ranks and in every call.
         runtime: device of this process.
-        buffer_gib: GiB that a refit may take: the IPC buffer's slots, what is gathered for them, and on a CPU
-            lists of what is in them. None takes half a GiB a slot, and as much more as the largest weight
-            needs.
-        gathered_bytes: that ``stream`` takes.
+        buffer_gib: GiB that a refit may take: the IPC buffer's slots, the weights gathered for them, and on a
+            CPU lists of the slots' content. None takes half a GiB per slot, and more if the largest weight
+            needs it.
+        gathered_bytes: bytes that ``stream`` takes.
         with_checksum: send a checksum with every group.
-        slices: where the stream gives slices of some weights, what it gives and to whom.
+        slices: if the stream returns slices of some weights, these slices and their reader.
     """
 
     def __init__(
@@ -109,13 +110,13 @@ class WeightSender:
 
     @property
     def knows_manifest(self) -> bool:
-        """True if the weights were gone through already, so that ``manifest`` needs neither them nor the
-        other ranks."""
+        """True if the manifest is already known, so that ``manifest`` needs neither the weights nor the other
+        ranks."""
         return self._manifest is not None
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of every refit. The first call is a collective: it goes through all weights once.
+        """Manifest of every refit. The first call is a collective, which iterates over all weights once.
 
         Raises:
             RefitError: the ranks do not see the same weights.
@@ -138,13 +139,13 @@ class WeightSender:
         return self._manifest
 
     def begin(self, version: int) -> int:
-        """Begin a refit; an unfinished one is given up.
+        """Begin a refit; an unfinished refit is given up.
 
         Args:
-            version: of the present weights.
+            version: version of the present weights.
 
         Returns:
-            The bytes that a group may have.
+            The maximum bytes of a group.
         """
         budget = self.slot_bytes()
         if self._buffer_gib is not None and self.manifest.largest[1] > budget:
@@ -156,7 +157,7 @@ class WeightSender:
         return budget
 
     def slot_bytes(self) -> int:
-        """Return bytes that a transfer buffer holds."""
+        """Return the bytes of a slot of the transfer buffer."""
         if self._ipc_buffer is not None:
             return self._ipc_buffer.slot_bytes
         if self._buffer_gib is not None:
@@ -172,10 +173,10 @@ class WeightSender:
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the next group by its names; see ``send_part``.
+        """Send the next group, given its weights' names; see ``send_part``.
 
         Raises:
-            RefitError: they are not neighbours in the order of sending.
+            RefitError: the names are not consecutive in sending order.
         """
         self._require_open()
         group = self.manifest.group_named(names)
@@ -185,16 +186,16 @@ class WeightSender:
         """Gather the next group of weights and publish it.
 
         Args:
-            first: index of its first weight in the order of sending.
-            count: of its weights.
+            first: index of the group's first weight in sending order.
+            count: number of the group's weights.
 
         Returns:
             ``{device: payload}`` of plain types; empty on a rank that publishes nothing.
 
         Raises:
             StateError: no refit was begun, or these weights are not the next ones.
-            RefitError: the weights are not what the manifest says, there is no memory, or what was in the
-                buffer was not acknowledged.
+            RefitError: the weights do not match the manifest, there is no memory, or the previous group in
+                the slot was not acknowledged.
         """
         self._require_open()
         total = len(self.manifest.tensors)
@@ -226,7 +227,7 @@ class WeightSender:
         }
 
     def _lay(self, box: Mailbox | None, group: Group, patience: float) -> dict[str, Any] | None:
-        """Gather a group into its slot; its payload, None on a rank whose weights nobody reads."""
+        """Gather a group into its slot. Return its payload, or None on a rank whose weights nobody reads."""
         assert self._open is not None
         index, buffer, failure = self._groups_sent, None, None
         try:
@@ -259,8 +260,8 @@ class WeightSender:
         }
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The
-        first call is collective."""
+        """Return ``{device: handle}`` of this rank's mailbox, which is created once; empty on a rank that
+        publishes nothing. The first call is collective."""
         _ = self.manifest
         if not self._publishes:
             return {}
@@ -271,20 +272,20 @@ class WeightSender:
     def hand_over(
         self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE
     ) -> None:
-        """Give the weights of the refit that was begun to the engine's ranks beside this one, group after
-        group, until all have read them.
+        """Give the weights of the present refit to the engine's ranks that share this rank's device, group
+        after group, and wait until all have read them.
 
-        All ranks go through all weights, whatever happens on one of them. An engine rank that cannot read
-        them is not waited for: it says so itself.
+        All ranks iterate over all weights, even if one of them fails. An engine rank that reports that it
+        cannot read the weights is not waited for.
 
         Args:
             session, ticket: numbers of the engines and of the refit.
-            most: bytes of a group, the same on all ranks; by default what a slot holds.
-            patience: longest wait for an engine rank to read a group, in seconds.
+            most: maximum bytes of a group, equal on all ranks; by default the bytes of a slot.
+            patience: timeout for an engine rank to read a group, in seconds.
 
         Raises:
-            RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does
-                not read.
+            RefitError: the weights do not match the manifest, there is no memory, or an engine rank does not
+                read.
         """
         self._require_open()
         stream = self._open
@@ -308,7 +309,7 @@ class WeightSender:
             raise
 
     def _opened_mailbox(self, session: int, ticket: int) -> Mailbox | None:
-        """Return the mailbox, if there is one and anybody reads it."""
+        """Open the mailbox for the refit and return it; None if there is no mailbox or no reader."""
         box = self._mailbox
         if box is None:
             return None
@@ -318,8 +319,8 @@ class WeightSender:
         return None
 
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
-        """Tell the engine's ranks beside this one that a refit, also one that was not begun, gives them no
-        more, and why."""
+        """Tell the engine's ranks that share this rank's device that a refit, even one that was not begun,
+        sends no more weights, and why."""
         if self._mailbox is not None:
             self._mailbox.give_up(session, ticket, f"{type(error).__name__}: {error}")
 
@@ -339,7 +340,7 @@ class WeightSender:
         return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
-        """End a refit that is under way, if there is one."""
+        """End the present refit, if there is one."""
         stream, self._open = self._open, None
         # A generator's own close: it runs what stands in its finally, where gathered buckets are freed.
         close = getattr(stream, "close", None)
@@ -347,7 +348,7 @@ class WeightSender:
             close()
 
     def close(self) -> None:
-        """Let go of the IPC buffer and the mailbox."""
+        """Close the IPC buffer and the mailbox."""
         self.give_up()
         self._let_go()
         if self._mailbox is not None:
@@ -361,16 +362,16 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Reads what a ``WeightSender`` publishes.
+    """Reader of the weights that a ``WeightSender`` publishes.
 
     Args:
         manifest: from the policy's refit info.
-        device: where this rank of the engine computes; ``torch.device("cuda")`` is the current one.
+        device: device on which this rank of the engine computes; ``torch.device("cuda")`` is the current one.
 
     Attributes:
-        manifest: of the present refit.
-        version: of the weights that are whole; None before the first refit and from the first group of one to
-            its last.
+        manifest: manifest of the present refit.
+        version: version of the weights if they are complete; None before the first refit, and from the first
+            to the last group of each refit.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -387,8 +388,8 @@ class WeightReceiver:
         self._views: dict[tuple[str, int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     def take_slices(self, slices: Slices) -> None:
-        """Take refits that bring these weights as slices from now on, and no others; such of whole weights
-        always."""
+        """Accept refits that send these weights as slices from now on, and no other slices; refits of full
+        weights are always accepted."""
         self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
         # Both, because the policy sends whole weights until it has heard of the slices.
         self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
@@ -396,14 +397,14 @@ class WeightReceiver:
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights of one group whose handle came, to be loaded inside the context; they are in the
-        policy's buffer and must not be kept or written.
+        """Yield the weights of one group, given its payload, to be loaded inside the context. The weights are
+        in the policy's buffer and must not be kept or written.
 
-        Leaving the context without an error waits for the copies that were queued on the device, and then
-        acknowledges the group. Leaving it with one gives the refit up: the version stays None.
+        Leaving the context without an error waits for the copies queued on the device, and then acknowledges
+        the group. Leaving it with an error gives up the refit: the version stays None.
 
         Raises:
-            RefitError: the handle is an old one, of another model, out of order, or its bytes are not those
+            RefitError: the handle is stale, of another model or out of order, or the bytes differ from those
                 that were sent.
         """
         self.version = None
@@ -425,17 +426,17 @@ class WeightReceiver:
         load: Callable[[list[tuple[str, torch.Tensor]]], None],
         patience: float = ENGINE_PATIENCE,
     ) -> None:
-        """Take all weights of a refit from the policy's rank that shares this device.
+        """Receive all weights of a refit from the policy's rank that shares this device.
 
         Args:
-            mailbox: of that rank.
+            mailbox: mailbox of that rank.
             ticket: number of the refit.
-            load: gets names and tensors that stand until it returns.
-            patience: longest wait for a group, in seconds.
+            load: is called with names and tensors, which are valid until it returns.
+            patience: timeout for a group, in seconds.
 
         Raises:
-            RefitError: the policy gave the refit up, ended, or sent other bytes; it does not wait for this
-                rank then.
+            RefitError: the policy gave up the refit, ended, or sent incorrect bytes; the policy then does not
+                wait for this rank.
         """
         self.version = None
         mailbox.enter(ticket)
@@ -454,7 +455,7 @@ class WeightReceiver:
     def _read(
         self, mailbox: MailboxReader, ticket: int, payload: Mapping[str, Any]
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights of one group, if it is the one that comes next."""
+        """Yield the weights of one group, which must be the next one."""
         self.version = None
         index, first = payload["index"], payload["first"]
         try:
@@ -504,7 +505,7 @@ class WeightReceiver:
             self.version = int(payload["version"])
 
     def _buffer(self, handle: Mapping[str, Any]) -> IpcBuffer:
-        """Return the policy's memory; a policy that needs a larger one goes on in a new one."""
+        """Return the policy's memory; a policy that needs a larger buffer continues in a new one."""
         if self._ipc_buffer is None or self._handle != handle:
             self._let_go()
             self._ipc_buffer, self._handle = IpcBuffer.attach(handle, self._runtime.device), handle
@@ -522,7 +523,7 @@ class WeightReceiver:
             self._mailbox = None
 
     def close(self) -> None:
-        """Let go of the policy's memory."""
+        """Release the policy's memory, and leave its mailbox."""
         self.version = self._refit = None
         self._let_go()
         self._leave()
@@ -532,7 +533,7 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
     """Check that a slot still holds the group of a mark.
 
     Raises:
-        RefitError: it does not.
+        RefitError: the slot no longer holds the group.
     """
     if ipc_buffer.marks[mark[-1] % SLOTS].tolist() != mark:
         raise RefitError(
@@ -543,14 +544,13 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
-    """Return the payload that a rank of the engine reads: that of its own device, or on a CPU that of its
-    host.
+    """Return the payload that an engine rank reads: that of its own device, or on a CPU that of its host.
 
     Args:
-        handles: what the policy's ``get_weights_ipc_handles`` returned.
+        handles: result of the policy's ``get_weights_ipc_handles``.
         device: identity of the engine rank's device.
 
     Raises:
-        RefitError: there is none.
+        RefitError: there is no such payload.
     """
     return handles[beside({name: payload["mailbox"] for name, payload in handles.items()}, device)]

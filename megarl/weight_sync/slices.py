@@ -1,12 +1,12 @@
-"""Slices: which part of each weight a rank of an engine reads, found out by looking on, and what stands for a
-whole weight of which it has no more than that part.
+"""Slices: the part of each weight that an engine rank reads, determined by observation, and a tensor that
+replaces a full weight of which only that part exists.
 
-An engine's loaders are handed whole weights, and each rank keeps its own part of them; which one is nowhere
-written down. Here the loaders are handed weights without values once, and what they copy of each is noted
-(``Reads``). From then on a rank can be sent that part alone: in the place of the weight the loader gets a
-``PartialWeight``, which has the shape of the whole. Views of it are made as of any tensor; values come from
-the part, and whoever wants others gets an error, never other numbers. So nothing depends on how a loader
-finds its part.
+An engine's loaders expect full weights, and each rank keeps its own part of them; which part is not declared
+anywhere. Here the loaders are called once with weights without values, and the parts that they copy are
+recorded (``Reads``). From then on a rank can be sent that part alone: instead of the weight the loader gets a
+``PartialWeight``, which has the full shape. Its views work like those of any tensor; values come from the
+part, and a read of other values is an error and never returns incorrect numbers. So nothing depends on how a
+loader finds its part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megarl.errors import RefitError
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A run of indices of one dimension of a weight, with all indices of the others.
+    """A run of indices of one dimension of a weight, with all indices of the other dimensions.
 
     Attributes:
         dim: the dimension.
-        start, length: the first index, and how many.
+        start, length: the first index, and the number of indices.
     """
 
     dim: int
@@ -39,12 +39,12 @@ class Slice:
 
     @classmethod
     def all_of(cls, whole: Sequence[int]) -> Slice:
-        """Return all of a weight of shape ``whole``."""
+        """Return the slice that covers a whole weight of shape ``whole``."""
         return cls(0, 0, whole[0])
 
     @property
     def stop(self) -> int:
-        """Index after the last one."""
+        """Index after the last index."""
         return self.start + self.length
 
     def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
@@ -67,16 +67,17 @@ class Slice:
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the slice of a weight, a view."""
+        """Return the slice of a weight, as a view."""
         return whole.narrow(self.dim, self.start, self.length)
 
     def plain(self) -> list[int]:
-        """Return it as three numbers; ``Slice(*plain)`` is the reverse."""
+        """Return the slice as three numbers; ``Slice(*plain)`` is the reverse."""
         return [self.dim, self.start, self.length]
 
 
 Slices = Mapping[str, Slice]
-"""What a rank of an engine reads, by the name of the weight; of a weight that is not there it reads all."""
+"""Slices that an engine rank reads, by the name of the weight; it reads a weight that is not listed in
+full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ class WantedSlices:
     """The slices of the policy's weights that ranks of colocated engines read.
 
     Attributes:
-        ranks: for each rank of an engine, all engines alike.
-        devices: the rank of its engine that is on a device, by the device's identity; empty on a CPU, where
-            any process of the host can read any policy rank's buffer.
+        ranks: the slices of each rank of an engine, equal for all engines.
+        devices: the engine rank on each device, by the device's identity; empty on a CPU, where any process
+            of the host can read any policy rank's buffer.
     """
 
     ranks: tuple[Slices, ...]
@@ -94,30 +95,30 @@ class WantedSlices:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """Return the SHA-256 over names and their order, in hexadecimal."""
+    """Return the SHA-256 digest of names and their order, in hexadecimal."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def slices_digest(slices: Slices) -> str:
-    """Return the SHA-256 over the slices of a rank, in any order, in hexadecimal."""
+    """Return the SHA-256 digest of a rank's slices, regardless of their order, in hexadecimal."""
     return names_digest([f"{name} {slices[name].plain()}" for name in sorted(slices)])
 
 
 class Reads:
-    """Which elements of a weight are read, as a loader is seen to read them."""
+    """Record of the elements of a weight that a loader reads."""
 
     def __init__(self) -> None:
         self._boxes: list[tuple[range, ...]] = []
 
     def add(self, box: tuple[range, ...]) -> None:
-        """Note a read of some indices of each dimension."""
+        """Record a read of some indices of each dimension."""
         # An empty range in one dimension is a read of nothing; it must not widen the span of what was read.
         if all(box):
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """Return the least slice that has all that was read, of length 0 where nothing was; None where that
-        is the whole weight."""
+        """Return the smallest slice that contains all reads, of length 0 if there were none; None if only the
+        full weight contains them."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
         # One span over all reads: a slice is sent as a single run of indices, also where there are holes
@@ -143,9 +144,9 @@ _WRITES = ("copy_", "__setitem__")
 
 
 class PartialWeight(torch.Tensor):
-    """A weight of which one slice is there, or nothing but the note of what is read of it.
+    """A weight of which one slice exists, or no values at all but a record of its reads.
 
-    It is a tensor of torch's meta device, whose views say by offset and strides which elements they are.
+    It is a tensor of torch's meta device, whose views identify their elements by offset and strides.
     """
 
     _root: _Root
@@ -155,7 +156,7 @@ class PartialWeight(torch.Tensor):
         """Return the weight of shape ``whole`` whose slice ``where`` is ``part``.
 
         Raises:
-            RefitError: the part has another shape.
+            RefitError: ``part`` has another shape than the slice.
         """
         expected = where.shape_of(whole)
         if tuple(part.shape) != expected:
@@ -166,8 +167,8 @@ class PartialWeight(torch.Tensor):
 
     @staticmethod
     def noting(whole: Sequence[int], dtype: torch.dtype, device: torch.device, reads: Reads) -> PartialWeight:
-        """Return a weight without values, which notes in ``reads`` what is read of it; what would be written
-        with it is not."""
+        """Return a weight without values, which records its reads in ``reads``; writes from it to other
+        tensors are skipped."""
         return _begun(dtype, _Root(tuple(whole), device, reads=reads))
 
     @classmethod
@@ -214,9 +215,9 @@ class _Root:
 
     Attributes:
         whole: shape of the weight.
-        device: of its values.
-        part, where: the values that are there.
-        reads: where reads are noted, in the place of values.
+        device: device of its values.
+        part, where: the values that exist, and their slice.
+        reads: record of the reads, instead of values.
     """
 
     whole: tuple[int, ...]
@@ -226,8 +227,8 @@ class _Root:
     reads: Reads | None = None
 
     def _block(self, view: torch.Tensor) -> tuple[range, ...] | None:
-        """Return the indices of each dimension that a view has, where it is a block of the weight; None where
-        it is another view."""
+        """Return the range of indices of each dimension that a view covers if it is a block of the weight,
+        otherwise None."""
         strides = _strides(self.whole)
         # The stride of a dimension of size 1 means nothing, and torch sets it at will.
         lies_as_whole = all(
@@ -247,7 +248,7 @@ class _Root:
         )
 
     def _rows(self, view: torch.Tensor) -> tuple[range, ...]:
-        """Return the rows in which all elements of a view lie, with all that is in them."""
+        """Return the range of full rows that contains all elements of a view."""
         first = view.storage_offset()
         last = first + sum(
             (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
@@ -256,16 +257,16 @@ class _Root:
         return (range(first // row, last // row + 1), *(range(size) for size in self.whole[1:]))
 
     def note(self, view: torch.Tensor) -> None:
-        """Note that a view is read."""
+        """Record that a view is read."""
         assert self.reads is not None
         if view.numel():
             self.reads.add(self._block(view) or self._rows(view))
 
     def values(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the values of a view, a view of the part.
+        """Return the values of a view, as a view of the part.
 
         Raises:
-            RefitError: not all of them are there.
+            RefitError: the part does not contain all of them.
         """
         part, where = self.part, self.where
         assert part is not None and where is not None
@@ -302,7 +303,7 @@ def _continued(view: torch.Tensor, root: _Root) -> PartialWeight:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor; at least 1, also of one without elements."""
+    """Return the strides of a contiguous tensor, each at least 1, even for a tensor without elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         # As torch does it, and so that nothing below is divided by 0.
@@ -311,7 +312,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _property_of(func: Callable[..., Any]) -> str:
-    """Return the name of the property that a getter is of."""
+    """Return the name of the property to which a getter belongs."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
@@ -320,8 +321,8 @@ def _changes_in_place(name: str) -> bool:
 
 
 def _as_meta(value: Any) -> Any:
-    """``value`` with the meta tensors that its partial weights are, on their device: who moves a weight reads
-    it when it is there."""
+    """Return ``value`` with its partial weights as plain meta tensors and its devices as the meta device, so
+    that moving a weight does not read it yet."""
 
     def on_meta(one: Any) -> Any:
         if isinstance(one, torch.device):
@@ -332,7 +333,7 @@ def _as_meta(value: Any) -> Any:
 
 
 def _as_values(value: Any) -> Any:
-    """``value`` with the values of its partial weights."""
+    """Return ``value`` with its partial weights replaced by their values."""
     return tree_map(
         lambda one: (
             one._root.values(one.as_subclass(torch.Tensor)) if isinstance(one, PartialWeight) else one
@@ -342,8 +343,8 @@ def _as_values(value: Any) -> Any:
 
 
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
-    """Return whether all tensors that a call gave are views of a weight; also if it gave none, but numbers
-    about it."""
+    """Return whether all tensors in the result of a call are views of a weight; True also if the result
+    contains no tensors, but numbers about the weight."""
     # The address of the storage object: meta storages have no data pointer, it is 0 for all.
     memory = weight.untyped_storage()._cdata
     return all(
@@ -356,9 +357,9 @@ def _lies_in(weight: PartialWeight, found: Any) -> bool:
 def _read(
     func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]
 ) -> Any:
-    """Return what a call makes of values, or where it writes them. Where there are none, note that they are
-    read: nothing is written, and the result is tensors whose reads nobody notes, because all that they are
-    made of was read."""
+    """Run a call on the values of partial weights, and return its result. For weights without values, record
+    the read and write nothing; the result then consists of tensors whose reads are not recorded, because
+    everything that they depend on was."""
     if all(one._root.reads is None for one in given):
         return func(*_as_values(args), **_as_values(options))
     for one in given:

@@ -1,13 +1,13 @@
-"""Process groups of the policy and all ranks of the engines apart from it, made by a handshake that either
-all pass or none.
+"""Process groups of the policy and all ranks of engines on other devices, created by a handshake that either
+all ranks pass or none.
 
-Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks.
+Every pipeline stage of the policy has one sending rank, and a group of that rank and all engine ranks.
 
-On a GPU an operation is waited for on the host, by asking whether it is done: torch's own wait only orders
-streams, and an operation whose peer died would stand in the stream until the watchdog of torch's NCCL groups
-ends the whole process. These groups have no watchdog; a lost rank is missed by its connection
-(``rendezvous``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
-covered: a rank that dies while NCCL makes its first connections, within the first broadcast.
+On a GPU the host waits for an operation by polling it. torch's own wait only orders streams, and an operation
+whose peer died would block the stream until the watchdog of torch's NCCL groups ends the whole process. These
+groups have no watchdog: a lost rank is detected by its connection (``rendezvous``), as on a CPU, and an
+operation that takes too long by a timeout. This code has not been run on a GPU yet. It does not cover a rank
+that dies while NCCL sets up its first connections, within the first broadcast.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ NEW_GROUP = "make a new group with init_collective() and refit anew"
 
 
 class TransferGroup:
-    """A rank of an engine, or the sender of a pipeline stage.
+    """A rank of an engine, or the sender of a pipeline stage, in the groups that transfer weights.
 
     Args:
-        ip, port: where the sender of stage 0, the policy's first rank, listens.
-        world_size: ranks of the engines, and one.
+        ip, port: address where the sender of stage 0, the policy's first rank, listens.
+        world_size: number of the engines' ranks, plus one.
         rank: 0 for a sender.
-        digest: of the manifest that this side knows.
-        device: where the weights are on this side; the backend is NCCL on a GPU and gloo on a CPU.
-        buffer_bytes: of a transfer buffer; all take the least that a sender says.
-        stage: of a sender.
-        stages: who sends what; stage 0 says it.
-        handshake_s: longest time until all are there, in seconds.
-        collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with
-            those of the stages before.
-        rendezvous: of stage 0, where it was opened before; then its deadline holds.
+        digest: digest of the manifest that this side knows.
+        device: device of the weights on this side; the backend is NCCL on a GPU and gloo on a CPU.
+        buffer_bytes: bytes of a transfer buffer; all ranks use the minimum over the senders.
+        stage: pipeline stage of a sender.
+        stages: which stage sends which weights; stage 0 decides it for all ranks.
+        handshake_s: timeout until all ranks have joined, in seconds.
+        collective_s: timeout of one broadcast, in seconds; that of a later stage starts together with those
+            of the earlier stages.
+        rendezvous: stage 0's rendezvous, if it is already open; its deadline then applies.
 
     Attributes:
-        buffer_bytes, stages: the same on all sides.
+        buffer_bytes, stages: equal on all sides.
 
     Raises:
-        RefitError: somebody is missing, came twice, or expects something else.
+        RefitError: a rank is missing, joined twice, or expects something else.
     """
 
     def __init__(
@@ -103,11 +103,12 @@ class TransferGroup:
 
     @property
     def sends(self) -> bool:
-        """True if this is a sender."""
+        """True if this rank is a sender."""
         return self.rank == 0
 
     def _process_group(self, name: str) -> Any:
-        """Return a group beside the default one, which engine and policy each have for themselves."""
+        """Create a process group that is independent of the default group, of which engine and policy each
+        have their own."""
         # A prefix each: the groups of several stages rendezvous in one store under the same keys.
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
@@ -131,7 +132,7 @@ class TransferGroup:
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
-        """Begin to send or receive a buffer of a stage.
+        """Begin to send or receive a buffer of ``stage``.
 
         Raises:
             RefitError: the group is broken or closed.
@@ -150,13 +151,15 @@ class TransferGroup:
         return work
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Until all of ``works`` are done; each leaves the list as it is, and all do when one fails.
+        """Wait until all of ``works`` are done. Each is removed from the list when it is done, and all are
+        removed when one fails.
 
         Args:
-            works: begun by this rank; on a GPU the longest time of one is for all of them together.
+            works: operations begun by this rank; on a GPU the timeout of one operation applies to all of them
+                together.
 
         Raises:
-            RefitError: one failed or takes too long, or a rank is gone that may have a part in it.
+            RefitError: an operation failed or takes too long, or a rank is gone that may take part in it.
         """
         seconds = self._collective.total_seconds()
         ends = time.monotonic() + seconds
@@ -182,8 +185,8 @@ class TransferGroup:
             works.clear()
 
     def _is_over(self, works: list[dist.Work]) -> bool:
-        """Return whether the first of ``works`` is done or failed, after a look at it that lasts ``_LOOK`` at
-        most."""
+        """Wait at most ``_LOOK`` for the first of ``works``, and return whether it has completed or
+        failed."""
         if not self._asks:
             # an error is that of this look, or that of the operation, which is then over
             with contextlib.suppress(RuntimeError):
@@ -202,16 +205,16 @@ class TransferGroup:
             raise RefitError(f"the group for weights at {self._rendezvous.address} is closed: {NEW_GROUP}")
 
     def agree(self, refusal: str, seconds: float) -> list[str]:
-        """Agree, at the end of a refit, on the faults of the ranks that could not load its weights, the same
-        on all ranks.
+        """Exchange, at the end of a refit, the faults of the ranks that could not load its weights; the
+        result is equal on all ranks.
 
         Args:
-            refusal: why this rank could not; empty where it could.
-            seconds: longest wait for the others; a sender that is through waits for the stages behind it,
-                too.
+            refusal: why this rank could not load the weights; empty if it could.
+            seconds: timeout for the other ranks; a sender that has finished also waits for the stages after
+                it.
 
         Raises:
-            RefitError: a rank is gone, or does not answer; the policy names those that did not.
+            RefitError: a rank is gone, or does not respond; the policy names these ranks.
         """
         self._require_open()
         longest = self._collective.total_seconds() if self.sends and self.stages.count > 1 else seconds
@@ -224,7 +227,8 @@ class TransferGroup:
         ]
 
     def close(self) -> None:
-        """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
+        """Leave the groups. Ranks that wait for this one get an error at once, and not only at their
+        timeout."""
         groups = list(self._groups.values())
         for index in range(len(groups)):
             # By index: a loop variable would hold the last group, and its connections, beyond clear() below.
@@ -245,12 +249,12 @@ def _not_through(error: Exception) -> RefitError:
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
-    """Keep groups that were left while bytes were on their way to or from a rank that died: such operations
-    wait until their time is over.
+    """Keep groups that were left during a transfer to or from a rank that died, because such operations only
+    end at their timeout.
 
-    To let go of such a group earlier is to wait for them. What a daemon thread has is never taken down, so
-    that the process can end before; but within torch it must not be then, whose C++ such an end of a thread
-    terminates.
+    Releasing such a group earlier would wait for these operations. A daemon thread's objects are never
+    destroyed, so that the process can end earlier. But the thread must not be inside torch at that moment,
+    because torch's C++ code would then terminate abnormally.
     """
     while not all(work.is_completed() for work in works):
         time.sleep(_LOOK.total_seconds())
@@ -259,7 +263,7 @@ def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
 
 
 def _ends(work: dist.Work) -> bool:
-    """Return whether an operation of a group that was aborted ends soon."""
+    """Return whether an operation of an aborted group ends within ``_LOOK``."""
     if not work.is_completed():
         with contextlib.suppress(RuntimeError):
             work.wait(_LOOK)

@@ -28,7 +28,7 @@ class Chunk(Protocol):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the chunk."""
 
     def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
         """Split the chunk's rows into micro-batches, in order."""
@@ -76,7 +76,7 @@ class FixedRows:
     chunk_size: int | None = None
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """See ``Batching``."""
+        """Split the rows into chunks of ``chunk_size`` rows."""
         total = batch_size(data)
         size = self.chunk_size or total
         return [
@@ -122,7 +122,7 @@ class Planned:
     packed: bool
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """See ``Batching``.
+        """Split the rows into the planned chunks.
 
         Raises:
             BatchError: the plan is for another number of rows.

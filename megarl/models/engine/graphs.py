@@ -57,7 +57,7 @@ class CudaCapture:
         return result
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See ``Capture``."""
+        """Record a function as a CUDA graph; see ``Capture``."""
         graph = torch.cuda.CUDAGraph()
         # what other threads do, as NCCL's watchdog, who asks for events, is no part of it
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -86,7 +86,7 @@ class LogprobHead:
     largest: int = 0
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Return the request for the tokens to score; None for the logits of all positions."""
         index = model_input.scored
         # Without a request the product stays the backend's own, with whatever it fuses.
         if index is None and self.chunk_size is None:
@@ -178,7 +178,7 @@ class TopkHead:
     scores: LogprobHead
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Return the request of ``scores``."""
         return self.scores.asks(model_input)
 
     def __call__(
@@ -218,7 +218,7 @@ class LossHead:
     normalizers: Normalizers
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Return the request of ``logprobs``."""
         return self.logprobs.asks(model_input)
 
     def __call__(
@@ -278,7 +278,7 @@ class ValueLossHead:
     normalizers: Normalizers
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """See ``Head``."""
+        """Return the request of ``reads``."""
         return self.reads.asks(model_input)
 
     def __call__(

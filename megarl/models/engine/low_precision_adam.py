@@ -49,7 +49,7 @@ class StateSettings:
 
     @property
     def are_plain(self) -> bool:
-        """Return whether every state is float32 and stays with its weights."""
+        """True if every state is float32 and is stored on the device of its weights."""
         return {self.master, self.exp_avg, self.exp_avg_sq} == {"float32"} and not self.host_share
 
     def format_of(self, moment: str) -> StateFormat:

@@ -224,7 +224,7 @@ def follow_plan(
 
 
 def packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
-    """Return the number of positions of packed rows, without padding at the end of the whole."""
+    """Return the number of positions of packed rows, without padding after the last row's own."""
     return sum(round_up(length, shapes.packed_multiple) for length in _lengths(part))
 
 

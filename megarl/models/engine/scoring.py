@@ -117,20 +117,20 @@ class _WithNewScore(HuggingFaceSource):
         super().__init__(directory)
 
     def names(self) -> list[str]:
-        """See ``HuggingFaceSource``."""
+        """Return all names, with the score layer instead of the output layer."""
         return sorted([SCORE, *(name for name in super().names() if not _OUTPUT_LAYERS.fullmatch(name))])
 
     def __contains__(self, name: str) -> bool:
         return name == SCORE or (not _OUTPUT_LAYERS.fullmatch(name) and super().__contains__(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See ``HuggingFaceSource``."""
+        """Return the shape of a weight or of the score layer."""
         return tuple(self._score.shape) if name == SCORE else super().shape(name)
 
     def dtype_name(self, name: str) -> str:
-        """See ``HuggingFaceSource``."""
+        """Return the dtype of a weight or of the score layer."""
         return str(self._score.dtype) if name == SCORE else super().dtype_name(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """See ``HuggingFaceSource``."""
+        """Return a weight or the score layer; see ``HuggingFaceSource``."""
         return self._score[slices or ()].clone() if name == SCORE else super().read(name, slices)

@@ -113,7 +113,7 @@ class _RecordingHead:
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """See ``Head``."""
+        """Call the recorded head; see ``Head``."""
         return self._head(output, model_input, request)
 
 
