@@ -194,7 +194,8 @@ class ExportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Fingerprints of everything that determines the written bytes, by the name of what determines them."""
+        """Fingerprints of everything that determines the written bytes, by the name of what
+        determines them."""
         rest = [
             [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
             for tensor in self.written

@@ -132,7 +132,8 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Fingerprints of everything that determines the written bytes, by the name of what determines them."""
+        """Fingerprints of everything that determines the written bytes, by the name of what
+        determines them."""
         files = list[Any]()
         for name, rules in self.files:
             files.append([name, [rule.megatron_name for rule in rules]])

@@ -137,7 +137,8 @@ def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
 def scope(
     opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return descriptions of what ``verify`` checked in one or two checkpoints, and of what it did not check."""
+    """Return descriptions of what ``verify`` checked in one or two checkpoints, and of what it did
+    not check."""
     checked, unchecked = (
         ["names, shapes and dtypes of all tensors against config.json"],
         [*_unchecked_files(opened)],

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
-    """Call a function that uses engines; if it fails because they are lost, replace them and call it again."""
+    """Call a function that uses engines; if it fails because they are lost, replace them and call it
+    again."""
     while True:
         try:
             return call()

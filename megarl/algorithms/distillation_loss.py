@@ -162,7 +162,8 @@ def _divergence(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _checked(data: BatchedDataDict, next_token_logprobs: Tensor, scored: Tensor | None) -> Tensor:
-    """Return the policy's log-probabilities of the teacher's tokens, after checking that they fit the batch."""
+    """Return the policy's log-probabilities of the teacher's tokens, after checking that they fit the
+    batch."""
     rows, predictions = next_token_logprobs.shape
     count = None if TOPK_LOGITS not in data or data[TOPK_LOGITS].ndim != 3 else data[TOPK_LOGITS].shape[2]
     expected = {

@@ -348,7 +348,8 @@ class GRPO(Sampled):
         return self.train_policy(batch, step, rollouts, epochs)
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Sample responses to some prompts; if there is a reward model, its score is part of their rewards."""
+        """Sample responses to some prompts; if there is a reward model, its score is part of their
+        rewards."""
         rollouts = super().collect(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)

@@ -40,7 +40,8 @@ class RolloutSource(Protocol):
         ...
 
     def validate_beside(self, validate: Callable[[], Validated]) -> bool:
-        """Let a validation run during the next step; return False if this source runs nothing during steps."""
+        """Let a validation run during the next step; return False if this source runs nothing during
+        steps."""
         ...
 
     def validated(self) -> Validated | None:

@@ -279,7 +279,8 @@ class Sampled(Algorithm):
         return validation_metrics(validated)
 
     def validate_beside(self) -> bool:
-        """Let engines that sample during training validate too, unless a subclass validates in another way."""
+        """Let engines that sample during training validate too, unless a subclass validates in
+        another way."""
         if self.validation_data is None or type(self).validate is not Sampled.validate:
             return False
         self._validated_step = self.done_steps

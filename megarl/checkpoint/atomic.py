@@ -1,4 +1,5 @@
-"""Directories that disappear at once when removed; a failure to remove one is logged, and never stops a run."""
+"""Directories that disappear at once when removed; a failure to remove one is logged, and never stops
+a run."""
 
 from __future__ import annotations
 

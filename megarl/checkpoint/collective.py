@@ -126,7 +126,8 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 
 
 def _is_first_of(directory: Path) -> bool:
-    """Return whether this rank is the first of those that are given this path. A collective over all ranks."""
+    """Return whether this rank is the first of those that are given this path. A collective over all
+    ranks."""
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, str(directory))
     return paths.index(str(directory)) == dist.get_rank()

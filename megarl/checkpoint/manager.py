@@ -314,7 +314,8 @@ class CheckpointManager:
         remove_tree(temporary)
 
     def bytes_of_latest(self) -> int | None:
-        """Return the bytes of the newest checkpoint; None if there is none, or if the storage does not tell."""
+        """Return the bytes of the newest checkpoint; None if there is none, or if the storage does
+        not tell."""
         try:
             return next((tree_bytes(path) for _, path in self.checkpoints()), None)
         except StorageError:

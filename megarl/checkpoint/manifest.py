@@ -228,7 +228,8 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
 
 
 def _is_inside(root: Path, name: str) -> bool:
-    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real directories."""
+    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
+    directories."""
     path = PurePosixPath(name)
     # `a//b` or `./a` would be a second name of a file; `lstat` raises ValueError for a null byte.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:

@@ -64,7 +64,8 @@ class StagedTensor:
 
 
 def staged(tensor: Tensor) -> StagedTensor:
-    """Return a tensor of any device as a ``StagedTensor``, with the strides of a copy in memory of its own."""
+    """Return a tensor of any device as a ``StagedTensor``, with the strides of a copy in memory of
+    its own."""
     values = tensor.detach()
     # torch.save writes the whole storage of a view: the copy in memory has to look like what DCP would write.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
@@ -178,7 +179,8 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """The buffers of a rank: one for each directory of a checkpoint that it writes, by the directory's name."""
+    """The buffers of a rank: one for each directory of a checkpoint that it writes, by the
+    directory's name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, StagingBuffer] = {}

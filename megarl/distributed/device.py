@@ -134,7 +134,8 @@ class DeviceRuntime:
             torch.cuda.empty_cache()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in page-locked host memory if that helps transfers, or the same tensor on a CPU."""
+        """Return ``tensor`` in page-locked host memory if that helps transfers, or the same tensor on
+        a CPU."""
         # A CPU-only torch has no page-locked memory and would raise.
         return tensor.pin_memory() if self.is_cuda else tensor
 

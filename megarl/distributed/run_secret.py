@@ -52,7 +52,8 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
 
 
 def proves(given: object, purpose: str, *parts: str, secret: str | None = None) -> bool:
-    """Return whether ``given``, which may be anything, is that proof. Every wrong proof takes the same time."""
+    """Return whether ``given``, which may be anything, is that proof. Every wrong proof takes the
+    same time."""
     return isinstance(given, str) and hmac.compare_digest(
         given.encode(), proof(purpose, *parts, secret=secret).encode()
     )

@@ -140,7 +140,8 @@ def _worker_counts(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
 
 
 def _placement_group(bundle_counts: Sequence[int], node: int) -> int:
-    """Return the placement group of a node: a unified group holds the bundles of all nodes, counted through."""
+    """Return the placement group of a node: a unified group holds the bundles of all nodes, counted
+    through."""
     return 0 if len(bundle_counts) == 1 else node
 
 

@@ -102,7 +102,8 @@ class SampleFiles:
             self._lose(f"the disk has not taken them within {self._patience_s:g} s")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the files of later steps, which will be computed again, and temporary files of a killed run."""
+        """Remove the files of later steps, which will be computed again, and temporary files of a
+        killed run."""
         try:
             late = [
                 path

@@ -60,7 +60,8 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
 
 
 def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of the top-level phases, longest first; ``step_s`` and nested phases are left out."""
+    """Return the seconds of the top-level phases, longest first; ``step_s`` and nested phases are
+    left out."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
